@@ -23,12 +23,15 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """RMSNorm over head_dim of all query and key heads at once (Qwen 3): x [T, heads + kv_heads, head_dim]."""
+    """RMSNorm over head_dim of all query and key heads at once (Qwen 3): x [T, heads + kv_heads, head_dim].
+
+    It copies no weights, because an update of the weights of a GPU writes to them.
+    """
 
     def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float):
-        self.weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)])
+        self._weights = (q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1))
         self.eps = eps
         self._shape = (q_weight.shape[0],)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, None, self.eps) * self.weight
+        return F.rms_norm(x, self._shape, None, self.eps) * torch.cat(self._weights)

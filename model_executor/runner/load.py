@@ -250,11 +250,8 @@ class _RunnerBuilder:
         """What loads other weights into the runner."""
 
         def build(settings: RunnerSettings, parameters: Parameters) -> BuiltModel:
-            device = self.settings.device
-            if device.type != "cpu":
-                parameters = {name: tensor.to(device) for name, tensor in parameters.items()}
             model = self._model(settings, parameters, runner.attention)
-            is_recorded = self.accelerator is None and model.compiled and self.settings.record_steps
+            is_recorded = model.compiled and self.settings.record_steps
             return BuiltModel(model, self._record_on_cpu(runner, model) if is_recorded else None)
 
         def use(built: BuiltModel) -> None:
@@ -262,17 +259,15 @@ class _RunnerBuilder:
             if built.recorded is not None:
                 runner.record_steps(built.recorded)
 
-        # Recorded steps of a GPU read the parameters by their addresses. Layers that are recorded keep no copies.
-        in_place = self.parameters if self.accelerator is not None and runner.has_recorded_steps else None
-        self.parameters = {}
+        in_place, self.parameters = {} if self.accelerator is None else self.parameters, {}
         return WeightUpdater(
             self.settings,
             self.config,
             host_memory=host_memory,
             build=build,
             use=use,
-            in_place=in_place,
             accelerator=self.accelerator,
+            in_place=in_place,
         )
 
     def _measure(self, runner: ModelRunner, accelerator: Accelerator) -> tuple[list[int], int]:

@@ -77,19 +77,19 @@ class WeightUpdater:
         host_memory: Callable[[], Memory],
         build: Callable[[RunnerSettings, Parameters], BuiltModel],
         use: Callable[[BuiltModel], None],
-        in_place: Parameters | None,
         accelerator: Accelerator | None,
+        in_place: Parameters,
     ) -> None:
-        """`build`: makes a model from settings and parameters on the runner's device. `use`: puts it in the place
-        of the old one. `in_place`: the device's tensors that the running model reads by their addresses; the new
-        weights are written to them, because the device has no memory for both. None: a new model is built."""
+        """`build`: makes a model from settings and parameters. `use`: puts it in the place of the old one. On a
+        GPU, no model is built, because the device has no memory for both. The new weights are written to `in_place`,
+        the tensors that the running model and its graphs read. `accelerator`: None on a CPU."""
         self._settings = settings
         self._config = config
         self._host_memory = host_memory
         self._build = build
         self._use = use
-        self._in_place = in_place
         self._accelerator = accelerator
+        self._in_place = in_place
 
     @torch.inference_mode()
     def update(self, config: ModelConfig) -> RunnerSettings:
@@ -117,10 +117,11 @@ class WeightUpdater:
             weight_dtype=settings.weight_dtype,
             forms=settings.weight_forms,
         )
-        if self._in_place is None:
+        if self._accelerator is None:
             self._use(self._build(settings, CopiedParameters(stored)))
         else:
             self._overwrite(self._in_place, stored)
+            self._accelerator.record_event().synchronize()
         trim_heap()
         return settings
 
@@ -143,12 +144,10 @@ class WeightUpdater:
         for name, target in targets.items():
             found, wanted = _described(sources[name]), _described(target)
             if found != wanted:
-                raise ValueError(f"{name} is {found}, but graphs that are recorded read {wanted}")
+                raise ValueError(f"{name} is {found}, but the running model reads {wanted}")
         for name, target in targets.items():
             for to, new in zip(_tensors(target), _tensors(sources[name]), strict=True):
                 to.copy_(new)
-        if self._accelerator is not None:
-            self._accelerator.record_event().synchronize()
 
 
 def _tensors(parameter: Any) -> tuple[torch.Tensor, ...]:
