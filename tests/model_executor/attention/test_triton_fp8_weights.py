@@ -73,7 +73,7 @@ def test_new_weights_are_written_where_graphs_read_them(tmp_path: Path, monkeypa
     runner = runner_of(first, load_format="dummy", cuda_graph_max_bs=1)  # of a GPU: parameters are in memory
     assert accelerator.recorded
     scales = runner.model.layers[1].down_proj.weight.scales.clone()
-    with pytest.raises(ValueError, match=r"qkv_proj.weight is float32 .*read float8_e4m3fn .* with float32"):
+    with pytest.raises(ValueError, match=r"qkv_proj.weight is float32 .*reads float8_e4m3fn .* with float32"):
         runner.weights.update(load_model_config(wide))
     assert torch.equal(runner.model.layers[1].down_proj.weight.scales, scales)
     runner.weights.update(load_model_config(second))
