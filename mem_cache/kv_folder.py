@@ -167,9 +167,9 @@ def file_mode(folder: Path) -> int:
 
 def _key(name: str) -> bytes | None:
     """The key of a file, or None if the name is no name of `file_name`."""
-    if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
-        return None
-    with contextlib.suppress(ValueError):
+    try:
         key = bytes.fromhex(name[len(_PREFIX) : -len(_SUFFIX)])
-        return key if len(key) == KEY_BYTES else None
-    return None
+    except ValueError:
+        return None
+    # Of the same key, `fromhex` also reads names in capitals or with spaces.
+    return key if len(key) == KEY_BYTES and name == file_name(key) else None

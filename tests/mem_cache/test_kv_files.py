@@ -10,30 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kv_file_blocks import CONTENT, FILE_SIZE, SIZE, block, key, read
 
 from tercet.mem_cache import kv_files
 from tercet.mem_cache.block_keys import BlockContent
 from tercet.mem_cache.kv_files import KVFiles
 from tercet.mem_cache.kv_folder import BLOCK_STEP_NS, open_unfinished
-
-SIZE = 1000
-CONTENT = BlockContent(b"before" * 5 + b"..", "salt", b"tokens.." * 2)
-FILE_SIZE = SIZE + 116
-
-
-def key(number: int) -> bytes:
-    return bytes([number]) * 32
-
-
-def block(number: int) -> np.ndarray:
-    return np.random.default_rng(number).integers(0, 256, SIZE, dtype=np.uint8)
-
-
-def read(files: KVFiles, number: int) -> bool:
-    target = np.zeros(SIZE, np.uint8)
-    found = files.read(key(number), target)
-    assert not found or np.array_equal(target, block(number))
-    return found
 
 
 def age(folder: Path, number: int, seconds: float) -> None:

@@ -29,7 +29,9 @@ from tercet.mem_cache.kv_folder import (
 
 def test_a_list_has_the_files_of_blocks_only(tmp_path: Path) -> None:
     key = bytes(range(32))
-    for name in (file_name(key), "tercet-kv-.kv", "tercet-kv-00.kv", "tercet-kv-x.kv", "x.tmp", "tercet-kv-a.tmp"):
+    capitals, spaces = f"tercet-kv-{key.hex().upper()}.kv", f"tercet-kv-{key.hex(' ')}.kv"
+    others = ("tercet-kv-.kv", "tercet-kv-00.kv", "tercet-kv-x.kv", capitals, spaces, "x.tmp", "tercet-kv-a.tmp")
+    for name in (file_name(key), *others):
         (tmp_path / name).write_bytes(b"12345")
     os.utime(tmp_path / file_name(key), ns=(5, 7))
     for number in range(2):

@@ -1,0 +1,60 @@
+"""KV files that are damaged, gone, or of another user."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from kv_file_blocks import CONTENT, block, key, read
+
+from tercet.mem_cache import kv_files
+from tercet.mem_cache.kv_files import KVFiles
+from tercet.mem_cache.kv_folder import file_name
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_a_damaged_file_is_removed_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = KVFiles(tmp_path, 1 << 20)
+    for number in (1, 2):
+        files.write(key(number), CONTENT, block(number))
+    damaged, other = (tmp_path / file_name(key(number)) for number in (1, 2))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert not read(files, 1) and not files.has(key(1)) and files.num_damaged == 1
+    assert list(tmp_path.iterdir()) == [other]
+    other.write_bytes(b"damaged")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)  # a file of another user
+        assert not read(files, 2) and not files.has(key(2)) and files.num_damaged == 2
+    assert files.write(key(2), CONTENT, block(2)) and read(files, 2), "a good file takes its place"
+
+
+def test_a_use_of_a_file_that_has_gone_tells_so(tmp_path: Path) -> None:
+    files = KVFiles(tmp_path, 1 << 20)
+    files.write(key(1), CONTENT, block(1), 10**18)
+    files.list_files()
+    files.take_changes()
+    next(tmp_path.iterdir()).unlink()
+    files.renew(key(1), 10**18 + 1)
+    assert not files.has(key(1)) and files.take_changes() == [(key(1), False)]
+
+
+def test_a_use_of_a_file_of_another_user_counts_from_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write to a file may set its time to the present one only."""
+    files, utime = KVFiles(tmp_path, 1 << 20), os.utime
+    files.write(key(1), CONTENT, block(1), 10**18)
+
+    def only_now(path: Path, ns: tuple[int, int] | None = None) -> None:
+        utime(path) if ns is None else refuse()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_files.os, "utime", only_now)
+        files.renew(key(1), 10**18 + 1)
+        assert next(tmp_path.iterdir()).stat().st_mtime_ns > 10**18 + 1
+        patch.setattr(kv_files.os, "utime", refuse)  # the folder has become read-only
+        files.renew(key(1), 10**18 + 2)
+    assert read(files, 1)
