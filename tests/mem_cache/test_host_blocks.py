@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,28 +22,47 @@ class BlockMachine(RuleBasedStateMachine):
         self.keys: dict[int, bytes] = {}
         self.kept: list[int] = []  # least recently used first
         self.found: dict[bytes, float] = {}
+        self.dropped: list[bytes] = []
+        self.told: list[bytes] = []
+        self.blocks.on_drop = self.told.append
 
     @rule()
     def take(self) -> None:
+        self.take_block()
+
+    def take_block(self) -> int | None:
         block = self.blocks.take()
         if len(self.pins) == self.blocks.num_blocks:
             assert block is None
-            return
+            return None
         assert block not in self.pins
         if len(self.pins) + len(self.kept) == self.blocks.num_blocks:
             assert block == self.kept.pop(0), "the least recently used one"
-            del self.keys[block]
+            self.dropped.append(self.keys.pop(block))
         assert block not in self.keys
         self.pins[block] = 1
+        return block
+
+    @rule(key=st.sampled_from(KEYS))
+    def fill(self, key: bytes) -> None:
+        """The life of most blocks. Without it, few steps have a choice between kept blocks."""
+        block = self.take_block()
+        if block is not None:
+            self.name_block(block, key)
+            self.unpin_block(block)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data(), key=st.sampled_from(KEYS))
     def name(self, data: st.DataObject, key: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(self.pins)))
         if block not in self.keys:
-            self.blocks.name(block, key)
-            if key not in self.keys.values():
-                self.keys[block] = key
+            self.name_block(block, key)
+
+    def name_block(self, block: int, key: bytes) -> None:
+        self.blocks.name(block, key)
+        if key not in self.keys.values():
+            self.keys[block] = key
+            assert self.blocks.oldest_use([key]) > self.blocks.forgotten_until
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
@@ -55,7 +77,9 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.pins)))
+        self.unpin_block(data.draw(st.sampled_from(sorted(self.pins))))
+
+    def unpin_block(self, block: int) -> None:
         self.blocks.unpin(block)
         self.pins[block] -= 1
         if not self.pins[block]:
@@ -81,8 +105,14 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.blocks.num_kept == len(self.kept)
         assert self.blocks.num_pins == sum(self.pins.values())
         assert self.blocks.num_free == self.blocks.num_blocks - len(self.pins) - len(self.kept)
+        assert self.told == self.dropped and self.blocks.num_dropped == len(self.dropped)
         for key in KEYS:
+            assert (key in self.blocks.index) == (key in self.keys.values())
             assert self.blocks.find(key) == next((block for block, one in self.keys.items() if one == key), None)
+        uses = [self.blocks.oldest_use([self.keys[block]]) for block in self.kept]
+        assert all(before < after for before, after in pairwise([self.blocks.forgotten_until, *uses]))
+        each = [self.blocks.oldest_use([key]) for key in self.keys.values()]
+        assert self.blocks.oldest_use(KEYS) == min(each, default=math.inf)
         for key in KEYS:
             if self.blocks.find(key) is not None:
                 self.found.setdefault(key, self.blocks.oldest_use([key]))
@@ -100,6 +130,8 @@ def test_the_audit_finds_a_block_in_two_states_or_none() -> None:
         lambda blocks: blocks._free.pop(),
         lambda blocks: blocks._block_of.clear(),
         lambda blocks: blocks._kept.update({2: None}),
+        lambda blocks: (blocks._free.remove(2), blocks._kept.update({2: None})),
+        lambda blocks: blocks._free.append(blocks._kept.popitem()[0]),
     ):
         blocks = HostBlocks(3)
         first = blocks.take()
