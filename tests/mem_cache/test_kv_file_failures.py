@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from kv_file_blocks import CONTENT, block, key, read
+from kv_file_blocks import CONTENT, FILE_SIZE, block, key, read
 
 from tercet.mem_cache import kv_files
 from tercet.mem_cache.kv_files import KVFiles
@@ -31,6 +31,31 @@ def test_a_damaged_file_is_removed_and_counted(tmp_path: Path, monkeypatch: pyte
         patch.setattr(Path, "unlink", refuse)  # a file of another user
         assert not read(files, 2) and not files.has(key(2)) and files.num_damaged == 2
     assert files.write(key(2), CONTENT, block(2)) and read(files, 2), "a good file takes its place"
+
+
+def test_a_file_is_written_once_and_counts_as_a_whole(tmp_path: Path) -> None:
+    files = KVFiles(tmp_path, 1 << 20)
+    assert files.used_bytes == 0
+    for number in (1, 2):
+        assert files.write(key(number), CONTENT, block(number))
+        assert not files.write(key(number), CONTENT, block(3))
+    assert read(files, 1) and read(files, 2)
+    assert files.used_bytes == 2 * FILE_SIZE == sum(path.stat().st_size for path in tmp_path.iterdir())
+    exact, smaller = KVFiles(tmp_path / "exact", FILE_SIZE), KVFiles(tmp_path / "smaller", FILE_SIZE - 1)
+    assert exact.write(key(1), CONTENT, block(1)) and not smaller.write(key(1), CONTENT, block(1))
+
+
+def test_after_a_failure_the_disk_is_left_alone_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(kv_files.time, "monotonic", lambda: now_s)
+    files = KVFiles(tmp_path, 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_files.os, "replace", refuse)
+        assert not files.write(key(1), CONTENT, block(1))
+    now_s += 59.9
+    assert not files.is_writing and not files.write(key(1), CONTENT, block(1)) and not list(tmp_path.iterdir())
+    now_s += 0.1
+    assert files.is_writing and files.write(key(1), CONTENT, block(1)) and read(files, 1)
 
 
 def test_a_use_of_a_file_that_has_gone_tells_so(tmp_path: Path) -> None:
