@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.mem_cache.block_keys import KEY_BYTES, BlockKeys
+from tercet.mem_cache.block_keys import KEY_BYTES, BlockKeys, first_key
 
 tokens = st.lists(st.integers(0, 2), max_size=14)
 
@@ -37,3 +37,20 @@ def test_namespaces_and_models_share_no_key() -> None:
     found = [keys_of(ids, "a"), keys_of(ids, "b"), keys_of(ids, "", b"modela"), keys_of(ids, "a", b"other")]
     assert len({key for keys in found for key in keys}) == 4
     assert keys_of(ids, "\ud800") != keys_of(ids, "?")
+
+
+@given(tokens, st.integers(0, 4))
+def test_a_key_is_that_of_its_content(ids: list[int], index: int) -> None:
+    keys, ids_array = BlockKeys(b"model", "me", 3), np.array(ids, np.int32)
+    found, expected = keys.key(ids_array, index), keys_of(ids, "me")
+    if index >= len(expected):
+        assert found is None and not keys.keys
+        return
+    assert found == expected[index] and keys.keys == expected[: index + 1], "nothing after it is hashed"
+    assert keys.places == {key: place for place, key in enumerate(keys.keys)}
+    content = keys.content(ids_array, index)
+    assert content.key == found and content.namespace == "me"
+    assert content.tokens == ids_array[3 * index : 3 * index + 3].tobytes()
+    assert content.before == (expected[index - 1] if index else first_key(b"model", "me"))
+    assert content.is_first(b"model") == (index == 0) and not content.is_first(b"other")
+    assert not content._replace(namespace="you").is_first(b"model")
