@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -332,15 +333,34 @@ def test_a_list_tells_what_has_gone_since_the_last_look(tmp_path: Path, monkeypa
     files.list_files()
     files.take_changes()
     next(tmp_path.glob(f"*{key(1).hex()}*")).unlink()
+    KVFiles(tmp_path, 1 << 20).write(key(3), CONTENT, block(3), 10**18)  # another server
     files.list_files()
-    assert files.take_changes() == [(key(1), False), (key(2), True)]
+    assert files.take_changes() == [(key(1), False), (key(2), True), (key(3), True)]
 
     def fail(folder: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(kv_files, "list_folder", fail)
     files.list_files()
-    assert files.take_changes() == [(key(2), True)], "as of the last look"
+    assert files.take_changes() == [(key(2), True), (key(3), True)], "as of the last look"
+
+
+@pytest.mark.parametrize(("age_s", "num_lists"), [(3600, 1), (-3600, 2)])
+def test_a_folder_that_has_surely_not_changed_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, num_lists: int
+) -> None:
+    """Two changes in quick succession may have the same time. The time of a folder may be that of another machine."""
+    files, lists = KVFiles(tmp_path, 1 << 20), []
+    list_folder = kv_files.list_folder
+    monkeypatch.setattr(kv_files, "list_folder", lambda folder: lists.append(folder) or list_folder(folder))
+    changed_s = time.time() - age_s
+    os.utime(tmp_path, (changed_s, changed_s))
+    for _ in range(2):
+        files.look()
+    assert len(lists) == num_lists
+    KVFiles(tmp_path, 1 << 20).write(key(1), CONTENT, block(1))
+    files.look()
+    assert files.has(key(1))
 
 
 def test_changes_are_told_in_order(tmp_path: Path) -> None:
