@@ -45,6 +45,25 @@ def test_a_file_is_written_once_and_counts_as_a_whole(tmp_path: Path) -> None:
     assert exact.write(key(1), CONTENT, block(1)) and not smaller.write(key(1), CONTENT, block(1))
 
 
+@pytest.mark.parametrize("call", ["fchmod", "utime", "close", "replace"])
+def test_a_write_that_fails_at_any_step_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A network file system may tell only at the close that the disk is full."""
+    files, close = KVFiles(tmp_path, 1 << 20), os.close
+
+    def fail(*args: object, **_: object) -> None:
+        if call == "close":
+            close(*args)
+        refuse()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_files.os, call, fail)
+        assert not files.write(key(1), CONTENT, block(1))
+    assert not files.is_writing and not files.has(key(1)) and files.used_bytes == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_after_a_failure_the_disk_is_left_alone_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(kv_files.time, "monotonic", lambda: now_s)

@@ -363,6 +363,15 @@ def test_a_folder_that_has_surely_not_changed_is_not_listed(
     assert files.has(key(1))
 
 
+def test_new_files_of_a_prefix_are_told_from_its_start(tmp_path: Path) -> None:
+    files, other = KVFiles(tmp_path, 1 << 20), KVFiles(tmp_path, 1 << 20)
+    files.list_files()
+    for index in (1, 0, 2):
+        other.write(key(index), CONTENT, block(index), 10**18 - index * BLOCK_STEP_NS)
+    files.look()
+    assert files.take_changes() == [(key(index), True) for index in range(3)]
+
+
 def test_changes_are_told_in_order(tmp_path: Path) -> None:
     files, other = KVFiles(tmp_path, 3 * (SIZE + 200)), KVFiles(tmp_path, 1 << 20)
     (tmp_path / "tercet-kv-somebody.kv").write_bytes(b"")
