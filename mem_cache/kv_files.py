@@ -305,7 +305,7 @@ class KVFiles:
     def _trim(self, listing: Listing, limit: int) -> None:
         """Remove the least recently used files until the rest has at most `limit` bytes."""
         for file in in_order_of_use(listing.files):
-            if self.used_bytes <= max(limit, 0):
+            if self.used_bytes <= limit:
                 return
             with contextlib.suppress(OSError):  # a file of another user, whose folder has the sticky bit
                 (self._folder / file_name(file.key)).unlink(missing_ok=True)

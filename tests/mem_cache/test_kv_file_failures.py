@@ -1,4 +1,4 @@
-"""KV files that are damaged, gone, or of another user."""
+"""KV files that are damaged, gone, or of another user, and writes for which there is no room."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_file_blocks import CONTENT, FILE_SIZE, block, key, read
 
 from tercet.mem_cache import kv_files
 from tercet.mem_cache.kv_files import KVFiles
-from tercet.mem_cache.kv_folder import file_name
+from tercet.mem_cache.kv_folder import Listing, file_name
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -102,3 +102,42 @@ def test_a_use_of_a_file_of_another_user_counts_from_now(tmp_path: Path, monkeyp
         patch.setattr(kv_files.os, "utime", refuse)  # the folder has become read-only
         files.renew(key(1), 10**18 + 2)
     assert read(files, 1)
+
+
+def test_a_bound_of_one_file_holds_the_last_one(tmp_path: Path) -> None:
+    files = KVFiles(tmp_path, FILE_SIZE)
+    for number in (1, 2, 3):
+        assert files.write(key(number), CONTENT, block(number)) and read(files, number)
+        assert files.num_removed == number - 1 and files.used_bytes == FILE_SIZE
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_nothing_is_written_if_no_file_can_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = KVFiles(tmp_path, 2 * FILE_SIZE)
+    for number in (1, 2):
+        files.write(key(number), CONTENT, block(number))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert not files.write(key(3), CONTENT, block(3)) and not files.is_writing
+    assert read(files, 1) and read(files, 2) and len(list(tmp_path.iterdir())) == 2
+    assert files.num_removed == 0 and files.used_bytes == 2 * FILE_SIZE
+
+
+def test_a_file_that_another_server_removes_first_makes_room_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten files fit. To write another one, two go."""
+    files, list_folder = KVFiles(tmp_path, 10 * FILE_SIZE), kv_files.list_folder
+    for number in range(10):
+        files.write(key(number), CONTENT, block(number), 10**18 + number)
+
+    def list_too_early(folder: Path) -> Listing:
+        found = list_folder(folder)
+        (tmp_path / file_name(key(0))).unlink()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_files, "list_folder", list_too_early)
+        assert files.write(key(10), CONTENT, block(10))
+    assert [number for number in range(11) if files.has(key(number))] == list(range(2, 11))
+    assert files.used_bytes == 9 * FILE_SIZE == sum(path.stat().st_size for path in tmp_path.iterdir())
