@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+from io import FileIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kv_file_blocks import CONTENT, FILE_SIZE, block, key, read
 
 from tercet.mem_cache import kv_files
+from tercet.mem_cache.block_keys import BlockContent
 from tercet.mem_cache.kv_files import KVFiles
 from tercet.mem_cache.kv_folder import Listing, file_name
 
@@ -75,6 +78,36 @@ def test_after_a_failure_the_disk_is_left_alone_for_a_minute(tmp_path: Path, mon
     assert not files.is_writing and not files.write(key(1), CONTENT, block(1)) and not list(tmp_path.iterdir())
     now_s += 0.1
     assert files.is_writing and files.write(key(1), CONTENT, block(1)) and read(files, 1)
+
+
+class Reader(FileIO):
+    """Refuses to take the memory that a damaged length asks for."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        assert size is not None and 0 <= size <= 1 << 20
+        return super().read(size)
+
+
+def test_a_file_with_any_byte_changed_or_cut_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of its key may only have another namespace, which readers of KV events compare with the key."""
+    monkeypatch.setattr(kv_files, "open_file", Reader)
+    monkeypatch.setattr(kv_files.logger, "disabled", True)
+    files, content = KVFiles(tmp_path, 1 << 20), BlockContent(key(99), "me", b"tokens..")
+    data, target = np.arange(20, dtype=np.uint8), np.zeros(20, np.uint8)
+    files.write(content.key, content, data)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    assert files.read(content.key, target) and np.array_equal(target, data)
+    changed = [
+        whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :]
+        for place in range(len(whole))
+        for bits in (0x01, 0x80, 0xFF)
+    ]
+    for damaged in [*changed, *(whole[:length] for length in range(len(whole))), whole + b"x"]:
+        path.write_bytes(damaged)
+        said = files.content(content.key)
+        assert said is None or said._replace(namespace="me") == content
+        assert not files.read(content.key, target) and not path.exists()
 
 
 def test_a_use_of_a_file_that_has_gone_tells_so(tmp_path: Path) -> None:
