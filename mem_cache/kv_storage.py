@@ -173,7 +173,6 @@ class KVStorage:
         with self._changed:
             self._reads.clear()
             self._changed.wait_for(lambda: not (self._writes or self._renewals or self._is_busy), timeout_s)
-            self._writes.clear()
             self._is_closed = True
             self._changed.notify_all()
 

@@ -107,6 +107,32 @@ def test_close_writes_what_is_queued_but_not_for_ever(tmp_path: Path, monkeypatc
     may_go.set()
 
 
+def test_close_reads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    started, may_go = threading.Event(), threading.Event()
+    write, wait_for = storage.files.write, storage._changed.wait_for
+
+    def slow(*args: object) -> bool:
+        started.set()
+        assert may_go.wait(PATIENCE_S)
+        return write(*args)
+
+    def wait_for_the_thread(*args: object) -> object:
+        may_go.set()
+        return wait_for(*args)
+
+    monkeypatch.setattr(storage.files, "write", slow)
+    writes = [job(number) for number in range(2)]
+    for one in writes:
+        storage.write(one)
+    assert started.wait(PATIENCE_S)
+    storage.read(ReadJob([(key(0), 5)], deadline_s=1.0))
+    monkeypatch.setattr(storage._changed, "wait_for", wait_for_the_thread)
+    storage.close(PATIENCE_S)
+    storage._thread.join(PATIENCE_S)
+    assert list(storage._done) == writes and all(one.is_written for one in writes)
+
+
 def test_a_busy_server_sees_the_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 0.005)
     first, busy = Storage(tmp_path), Storage(tmp_path)
@@ -182,6 +208,9 @@ def test_it_lists_the_files_and_then_what_comes_and_goes(tmp_path: Path, monkeyp
     assert changes(later, 1) == [(jobs[0].key, None)]
     later.list_files()
     assert dict(changes(later, 3)) == {one.key: one.content for one in jobs[1:4]}
+    later._file_changes += ((one.key, None) for one in jobs)
+    for rest in (jobs[:2], jobs[2:4], jobs[4:], []):
+        assert later.take_file_changes(2) == [(one.key, None) for one in rest], "no more in one turn"
     for storage in (before, later):
         storage.close(PATIENCE_S)
         assert not storage.has_file_changes
