@@ -152,13 +152,16 @@ def test_a_busy_server_sees_the_files_of_others(tmp_path: Path, monkeypatch: pyt
     assert busy.has(key(0)) and time.monotonic() < deadline_s
 
 
-def test_a_look_that_takes_long_comes_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("duration_s", "pause_s"), [(0.0, 5.0), (0.1, 5.0), (1.0, 50.0)])
+def test_a_look_that_takes_long_comes_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, duration_s: float, pause_s: float
+) -> None:
     storage = Storage(tmp_path)
-    now_s = iter([100.0, 101.0])
+    now_s = iter([100.0, 100.0 + duration_s])
     monkeypatch.setattr(kv_storage, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     KVStorage._look(storage)
     monkeypatch.undo()
-    assert storage._look_s == pytest.approx(101.0 + 1.0 / 0.02)
+    assert storage._look_s == pytest.approx(100.0 + duration_s + pause_s)
     storage.close(PATIENCE_S)
 
 
