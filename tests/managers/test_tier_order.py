@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_makers import make_req
+from patience import PATIENCE_S
 from random_steps.scheduler_case import WaitingBound
 from scheduler_rig import Rig
 from tier_asks import ask, prompt, rig_on_a_silent_disk, settle, settle_copies
@@ -104,6 +107,42 @@ def test_a_missing_file_is_written_anew_from_host_memory(tmp_path: Path) -> None
     assert ask(rig, "b", first) == (40, 0, 0)
     settle(rig)
     assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "c", first) == (40, 0, 40)
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_request_waits_for_one_read_and_no_turn_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_good: bool
+) -> None:
+    """Whatever else the scheduler does meanwhile. If the read fails, the file may be listed again, and fail again."""
+    fresh = rig_on_a_silent_disk(tmp_path, monkeypatch, prompt(1, 41))
+    fresh.add("b", prompt(1, 41))
+    fresh.turn()
+    (req,) = fresh.scheduler.queues.waiting
+    tiers, storage = fresh.kv.tiers, fresh.kv.tiers._storage
+    assert fresh.kv.awaits_storage(req) and fresh.kv.awaits_storage(req)
+    monkeypatch.undo()
+    if not is_good:
+        monkeypatch.setattr(storage.files, "read", lambda key, target: False)
+    storage.read(req.tiers.job)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not storage._done:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert not fresh.kv.awaits_storage(req) and not tiers._reading and req.tiers.is_settled
+    assert req.tiers.job.num_read == (5 if is_good else 0)
+    settle(fresh)
+
+
+def test_a_request_without_files_does_not_wait(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    req = make_req(prompt(2, 41))
+    assert not rig.kv.awaits_storage(req) and req.tiers.is_settled
+    other = make_req(prompt(1, 41))
+    rig.kv.cache.evict(512)
+    assert not rig.kv.awaits_storage(other), "host memory has it"
+    rig.kv.tiers.wait()
 
 
 def num_that_pass_a_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
