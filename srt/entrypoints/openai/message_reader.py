@@ -21,12 +21,13 @@ class MessageReader:
         self._plan = plan
         self._names = names
         self._parser = None if plan.form is None else AnswerParser(plan.form, inside_reasoning)
+        self._separates = plan.form is not None and plan.form.reasoning is not None and not plan.content_only
         self._thoughts: list[str] = []  # reasoning that is sent in one piece
         self.has_calls = False
         """Whether the model has called a function."""
         self._num_calls = 0
         self._num_tokens = 0
-        self._num_thought_tokens: int | None = None  # None until the reasoning has ended
+        self._num_thought_tokens: int | None = None  # None until a token has ended the reasoning
         self._says = False
 
     @property
@@ -36,15 +37,18 @@ class MessageReader:
             return 0  # an end of reasoning in the content ends nothing
         if self._num_thought_tokens is not None:
             return self._num_thought_tokens
-        return self._num_tokens if not self._says and self._plan.reasoning_ends else 0
+        return 0 if self._says else self._num_tokens
 
     def count(self, token_ids: Sequence[int]) -> None:
-        """Counts the tokens of the reasoning."""
+        """Counts the tokens up to the first one that ends reasoning.
+
+        The text does not matter, because its pieces can come later than their tokens.
+        """
         ends = self._plan.reasoning_ends
         if not ends or self._num_thought_tokens is not None:
             return
         for place, token in enumerate(token_ids, self._num_tokens + 1):
-            if token in ends and not self._says:
+            if token in ends:
                 self._num_thought_tokens = place
                 return
         self._num_tokens += len(token_ids)
@@ -59,7 +63,7 @@ class MessageReader:
         for part in parts:
             self.has_calls = self.has_calls or isinstance(part, CallStart)
             self._says = self._says or not isinstance(part, Reasoning)
-        if self._plan.content_only or self._plan.form is None or self._plan.form.reasoning is None:
+        if not self._separates:
             return [Content(part.text) if isinstance(part, Reasoning) else part for part in parts]
         return self._with_whole_thoughts(parts, finished) if self._plan.in_one_piece else parts
 
@@ -112,11 +116,10 @@ class MessageReader:
                 (content if isinstance(part, Content) else reasoning).append(part.text)
         made = [ToolCall(self.call_id(), "function", FunctionCall(name, "".join(texts))) for name, texts in calls]
         said = "".join(content)
-        separates = self._plan.form is not None and self._plan.form.reasoning is not None
         return AssistantMessage(
             "assistant",
             None if made and not said else said,
-            ("".join(reasoning) or None) if separates and not self._plan.content_only else UNSET,
+            ("".join(reasoning) or None) if self._separates else UNSET,
             made or UNSET,
         )
 
