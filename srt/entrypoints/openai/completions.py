@@ -97,8 +97,12 @@ class _CompletionFormat(ResponseFormat):
             options = sample.prompt.options
             if options.logprobs is not None and tokenizer is not None:
                 skip = options.sampling.skip_special_tokens
-                writer = CompletionLogprobWriter(tokenizer, options.logprobs, skip_special_tokens=skip)
-                self._writers[sample.index] = writer
+                self._writers[sample.index] = CompletionLogprobWriter(
+                    tokenizer,
+                    options.logprobs,
+                    skip_special_tokens=skip,
+                    prompt_is_text=isinstance(sample.prompt.content, str),
+                )
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
         frame = self._frame

@@ -94,10 +94,13 @@ def _chat_entry(tokenizer: Tokenizer, token: int, value: float) -> tuple[str, fl
 class CompletionLogprobWriter:
     """Writes the log probabilities of one choice of a completion, output by output."""
 
-    def __init__(self, tokenizer: Tokenizer, options: LogprobOptions, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, options: LogprobOptions, *, skip_special_tokens: bool, prompt_is_text: bool
+    ) -> None:
+        """`prompt_is_text`: the echo is the client's own text. Otherwise it is the text of the client's token ids."""
         self._tokenizer = tokenizer
         self._options = options
-        self._skip_special_tokens = skip_special_tokens
+        self._echo_skips_special_tokens = skip_special_tokens and not prompt_is_text
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
         self._offset = 0
 
@@ -108,8 +111,9 @@ class CompletionLogprobWriter:
         if new is None:  # the output is an end that has no tokens
             return written
         if new.input is not None and prompt_ids:
-            # The prompt may have special tokens that its text lacks. The offsets agree with the text at its end.
-            offsets, length = _offsets(IncrementalDecoder(self._tokenizer, False), prompt_ids, 0)
+            # The client's text lacks the special tokens that were added before it. The offsets agree at its end.
+            decoder = IncrementalDecoder(self._tokenizer, self._echo_skips_special_tokens)
+            offsets, length = _offsets(decoder, prompt_ids, 0)
             shift = len(prompt_text) - length
             count = 1 + len(new.input)  # fewer than all tokens if the request was aborted
             self._add(written, prompt_ids[:1], [None], [None], [max(0, offsets[0] + shift)])

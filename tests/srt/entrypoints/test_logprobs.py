@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_http import BOS_TOKEN, Site, text_of
+from fake_http import BOS_TOKEN, EOS, Site, text_of
 
 from tercet.srt.entrypoints import sse
 from tercet.srt.entrypoints.openai.logprobs import _finite
@@ -162,6 +162,23 @@ def test_what_lm_eval_sends(site: Site) -> None:
     assert second["text"] == "a" + text_of(1)
     assert second["logprobs"]["tokens"] == ["<bos>", "a", "\x00"]
     assert second["logprobs"]["text_offset"] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "skip", "text", "offsets"),
+    [
+        ([97, BOS_TOKEN, 98, EOS, 99], True, "abc", [0, 1, 1, 2, 2, 3]),
+        ([97, BOS_TOKEN, 98, EOS, 99], False, "a<bos>b<eos>c", [0, 1, 6, 7, 12, 13]),
+        ("a<bos>b", True, "a<bos>b", [0, 1, 6, 7]),
+    ],
+)
+def test_special_tokens_in_an_echo_are_where_its_text_has_them(
+    site: Site, prompt: Any, skip: bool, text: str, offsets: list[int]
+) -> None:
+    body = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": True, "skip_special_tokens": skip}
+    (choice,) = site.good(COMPLETIONS, body)["choices"]
+    assert choice["text"] == text + text_of(1)
+    assert choice["logprobs"]["text_offset"] == offsets
 
 
 def test_echo_without_log_probabilities(site: Site) -> None:
