@@ -36,7 +36,7 @@ from .chat_protocol import (
     TextPart,
 )
 from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
-from .logprobs import ChatLogprobs, chat_logprobs, check_tokenizer, check_top
+from .logprobs import ChatLogprobs, chat_logprobs, check_top
 from .planned_format import PlannedFormat
 from .protocol import CompletionTokensDetails, Usage
 from .structured import grammar_field
@@ -67,7 +67,7 @@ async def run_chat(
 ) -> ASGIApp:
     """Runs a chat. `name`: of the request, for /abort_request. `make_format` makes the response format. `truncates`: as
     in `Prompt`."""
-    logprobs = _logprobs(server, body)
+    logprobs = _logprobs(body)
     kwargs = _template_kwargs(body)
     plan = plan_answer(
         server.manager,
@@ -132,12 +132,9 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
-def _logprobs(server: Server, body: ChatBody) -> LogprobOptions | None:
+def _logprobs(body: ChatBody) -> LogprobOptions | None:
     top = check_top(body.top_logprobs or 0, "top_logprobs")
-    if not body.logprobs:
-        return None
-    check_tokenizer(server.manager, "logprobs")
-    return LogprobOptions(top_logprobs_num=top)
+    return LogprobOptions(top_logprobs_num=top) if body.logprobs else None
 
 
 def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
@@ -177,10 +174,6 @@ def render_chat(
     if reserved:
         raise InvalidRequest(
             f"chat_template_kwargs must not contain {', '.join(reserved)}", param="chat_template_kwargs"
-        )
-    if add_generation_prompt and continue_final_message:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     given = [_as_template_wants(message, f"messages[{i}]") for i, message in enumerate(messages)]
     return tokenizer.apply_chat_template(

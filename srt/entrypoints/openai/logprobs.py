@@ -54,14 +54,13 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: Annotated[list[int], doc("Where each token begins in the choice's `text`, in characters")]
 
 
-def check_tokenizer(manager: TokenizerManager, param: str) -> Tokenizer:
+def check_tokenizer(manager: TokenizerManager, param: str) -> None:
     """Raises InvalidRequest without a tokenizer."""
     if manager.inputs.tokenizer is None:
         raise InvalidRequest(
             f"{param} needs a tokenizer, but this engine runs with --skip-tokenizer-init; /generate does not",
             param=param,
         )
-    return manager.inputs.tokenizer
 
 
 def check_top(value: int, param: str) -> int:
