@@ -243,6 +243,12 @@ def byte_tokenizer(*added: str) -> Tokenizer:
     return Tokenizer(parts)
 
 
+def with_template(template: str, *added: str) -> Tokenizer:
+    """The same with another chat template, and without special tokens that the template could name."""
+    backend = byte_tokenizer(*added).backend
+    return Tokenizer(TokenizerParts(backend, {}, frozenset({EOS}), {"default": template}))
+
+
 _TOKENIZER = byte_tokenizer()
 
 

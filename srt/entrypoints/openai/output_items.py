@@ -70,7 +70,7 @@ class OutputItems:
 
     def end(self, status: ItemStatus) -> None:
         """Ends the item that is being written. An answer without any item gets an empty message."""
-        if self._open is None and not self.done:
+        if self._open is None:
             self._begin(Content)
         self._close(status)
 

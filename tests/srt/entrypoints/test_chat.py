@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_http import CONTEXT_LEN, EOS, Site, text_of
+from fake_http import BOS_TOKEN, CONTEXT_LEN, EOS, Site, text_of, with_template
 from patience import PATIENCE_S
+from tokenizers.processors import TemplateProcessing
 
 from tercet.srt.io_struct import AbortFinish
 
@@ -82,6 +84,35 @@ def test_one_answer(site: Site) -> None:
 def test_messages_become_a_prompt(site: Site, body: dict[str, Any], prompt: str) -> None:
     site.good(PATH, {**body, "max_tokens": 1})
     assert site.scheduler.prompt_texts() == [prompt]
+
+
+def test_a_template_gets_the_fields_that_were_sent(site: Site) -> None:
+    site.manager.inputs.tokenizer = with_template("{{ messages | tojson }}{{ tools }}")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    sent = [
+        {"role": "developer", "content": "be", "name": "Jo"},
+        {"role": "assistant", "tool_calls": [{**call, "function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        {"role": "tool", "content": "42", "tool_call_id": "c"},
+        {"role": "assistant", "reasoning_content": "why"},
+    ]
+    tokens = site.good("/tokenize", {"messages": sent})["tokens"]
+    assert json.loads(bytes(tokens).decode().removesuffix("None")) == [
+        {"role": "system", "content": "be", "name": "Jo"},
+        {"role": "assistant", "tool_calls": [call], "content": None},
+        sent[2],
+        {"role": "assistant", "content": "", "reasoning_content": "why", "thinking": "why"},
+    ]
+
+
+def test_only_the_template_writes_special_tokens(site: Site) -> None:
+    """A prompt that the tokenizer opened again would begin with two tokens of the same kind."""
+    tokenizer = with_template("<bos>{{ messages[0].content }}")
+    tokenizer.backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS_TOKEN)])
+    site.manager.inputs.tokenizer = tokenizer
+    site.good("/v1/completions", {"prompt": "hi", "max_tokens": 1})
+    site.good(PATH, {"messages": HI, "max_tokens": 1})
+    site.good("/v1/responses", {"input": "hi", "max_output_tokens": 1})
+    assert site.scheduler.prompts() == [[BOS_TOKEN, *b"hi"]] * 3
 
 
 def test_the_limit_is_the_context_by_default(site: Site) -> None:
@@ -197,6 +228,14 @@ def test_token_ids(site: Site) -> None:
         ({"messages": HI, "chat_template_kwargs": {"continue_final_message": 1}}, "chat_template_kwargs", "must not"),
         ({"messages": [{"role": "user", "content": "x" * 240}]}, "messages", "at most 255 fit"),
         ({"messages": HI * 10_001}, "messages", "1 to 10000 messages, got 10001"),
+        ({"messages": HI * 10_000}, "messages", "maximum context length"),
+        ({"messages": [], "continue_final_message": True}, "messages", "got 0"),
+        ({"messages": [{"role": "user"}], "continue_final_message": True}, "messages[0].content", "is required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}], "continue_final_message": True},
+            "messages[0].content[0].text",
+            "is required",
+        ),
         ({"messages": HI, "stream_options": {}}, "stream_options", "only with stream: true"),
     ],
 )
@@ -231,7 +270,9 @@ def test_a_failure_in_a_stream_is_one_event(site: Site) -> None:
 
 
 def test_chat_needs_a_tokenizer(no_tokenizer: Site) -> None:
-    assert "--skip-tokenizer-init" in no_tokenizer.refused(PATH, {"messages": HI})["message"]
+    for fields in ({}, {"logprobs": True}):
+        error = no_tokenizer.refused(PATH, {"messages": HI, **fields})
+        assert "--skip-tokenizer-init" in error["message"] and error["param"] == "messages"
 
 
 def test_a_chat_that_is_being_rendered_can_be_aborted_and_is_drained(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from fake_http import TEMPLATE, Site, byte_tokenizer
+from fake_http import TEMPLATE, Site, byte_tokenizer, with_template
 
 from tercet.srt.entrypoints.openai.chat import CHAT_CODEC
 from tercet.srt.entrypoints.openai.chat_protocol import ChatBody
@@ -18,8 +18,6 @@ from tercet.srt.io_struct import LengthFinish
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.text.answer.answer_parser import REASONING_NAMES
 from tercet.srt.text.answer.tool_formats import TOOL_FORMATS
-from tercet.srt.text.tokenizer import Tokenizer
-from tercet.srt.text.tokenizer_parts import TokenizerParts
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -30,11 +28,6 @@ TOOLS = [
 BODY = {"messages": HI, "tools": TOOLS}
 CALLS = ("Let me ", "see.\n<tool", '_call>{"name": "f", "argu', 'ments": {"x"', ': "y"}}</tool_call>\n', "<tool_call>")
 CALLS += ('\n{"name": "g"}\n</tool_call>',)
-
-
-def with_template(template: str, *added: str) -> Tokenizer:
-    backend = byte_tokenizer(*added).backend
-    return Tokenizer(TokenizerParts(backend, {}, frozenset({256}), {"default": template}))
 
 
 @pytest.fixture
