@@ -73,11 +73,11 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     message, param = error.message, error.param or ""
     if message.startswith("messages must "):
         message = "input" + message.removeprefix("messages")
+    if param.startswith("response_format.json_schema."):  # text.format has the fields of a schema itself
+        message, param = (text.replace("response_format.json_schema", "response_format") for text in (message, param))
     for ours, theirs in _THEIR_NAMES.items():
         message = message.replace(ours, theirs) if ours != "messages" else message
-        if param == "messages" or param.startswith("messages["):
-            param = "input"
-        elif param == ours or param.startswith(f"{ours}."):
+        if param == ours or param.startswith(f"{ours}."):
             param = theirs + param.removeprefix(ours)
     return type(error)(message, param=param or None)
 

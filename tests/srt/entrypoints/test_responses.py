@@ -203,6 +203,16 @@ def test_a_failure_in_a_stream(site: Site) -> None:
     assert site.idle()
 
 
+def test_a_failure_in_a_stream_has_its_code(site: Site) -> None:
+    site.scheduler.fail = (2, AbortFinish("gone", 503, "EngineDead"))
+    last = site.stream(PATH, {"input": "hi"})[-1]["response"]
+    assert last["error"] == {"code": "engine_dead", "message": "gone"}
+
+
+def formatted(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"text": {"format": {"type": kind, **fields}}}
+
+
 @pytest.mark.parametrize("server_truncates", [False, True])
 def test_the_request_or_else_the_server_says_whether_a_long_prompt_is_truncated(server_truncates: bool) -> None:
     site = Site(allow_auto_truncate=server_truncates)
@@ -250,6 +260,18 @@ def test_the_request_or_else_the_server_says_whether_a_long_prompt_is_truncated(
         ({"input": "hi", "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "must not contain messages"),
         ({"input": "x" * 240}, "input", "maximum context length"),
         ({"input": "hi", "messages": []}, "messages", "unknown field"),
+        ({"input": "hi", **formatted("json_schema", schema=5)}, "text.format.schema", "text.format.schema: expected"),
+        (
+            {"input": "hi", **formatted("json_schema", schemas={})},
+            "text.format.schemas",
+            "in text.format; did you mean",
+        ),
+        (
+            {"input": "hi", **formatted("json_object", json_schema={})},
+            "text.format.json_schema",
+            "text.format.json_schema is allowed only with type json_schema",
+        ),
+        ({"input": "hi", **formatted("json")}, "text.format.type", "text.format.type: invalid enum value"),
     ],
 )
 def test_bad_input_is_refused(site: Site, body: dict[str, Any], param: str, says: str) -> None:
