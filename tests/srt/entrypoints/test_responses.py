@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_http import CONTEXT_LEN, Site, text_of
 
+from tercet.managers import generation
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 
 PATH = "/v1/responses"
@@ -46,6 +49,38 @@ def test_one_answer(site: Site) -> None:
         {"a": "b"},
         {"format": {"type": "text"}},
     )
+
+
+def test_an_answer_is_complete_with_its_last_token(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=itertools.count(0, 1000).__next__))
+    site.scheduler.say("Hi", " there")
+    answer = site.good(PATH, {"input": "hi"})
+    assert answer["completed_at"] == answer["created_at"] + 2000, "a thousand seconds for each token"
+
+
+def test_the_answer_repeats_the_request(site: Site) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "description": None, "strict": False}
+    sent: dict[str, Any] = {
+        "instructions": "be",
+        "max_output_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "tools": [tool],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "parallel_tool_calls": False,
+        "text": {"format": {"type": "text"}},
+        "metadata": {"a": "b"},
+        "truncation": "auto",
+    }
+    answer = site.good(PATH, {"input": "hi", **sent, "reasoning": {"effort": "low"}})
+    assert {name: answer[name] for name in sent} == sent
+    assert answer["reasoning"] == {"effort": "low", "summary": None}
+    json_object = {"format": {"type": "json_object"}}
+    assert site.good(PATH, {"input": "hi", "text": json_object, "tool_choice": "none"})["text"] == json_object
+    plain = site.good(PATH, {"input": "hi"})
+    assert (plain["tools"], plain["tool_choice"], plain["reasoning"]["effort"]) == ([], "auto", None)
 
 
 CONVERSATION: list[dict[str, Any]] = [
