@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import fake_http
 import msgspec
 import pytest
 from fake_http import BOS_TOKEN, EOS, Site, text_of
+from fake_results import fake_logprobs
 
 from tercet.srt.entrypoints import sse
 from tercet.srt.entrypoints.openai.logprobs import _finite
+from tercet.srt.io_struct import AbortFinish
 from tercet.srt.logprobs import MAX_INPUT_VALUES
 
 HI = [{"role": "user", "content": "a"}]
@@ -224,6 +227,35 @@ def test_a_stream_of_a_chat_loses_no_token(site: Site) -> None:
     content = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert content == whole and len(whole) == 6
     assert choices[0]["logprobs"] is None and choices[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_an_end_without_tokens_has_no_log_probabilities(
+    site: Site, path: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine sends none with the end of a request that is aborted."""
+    monkeypatch.setattr(
+        fake_http, "fake_logprobs", lambda request, done, ids: fake_logprobs(request, done, ids) if ids else None
+    )
+    site.scheduler.fail = (num_tokens, AbortFinish("asked for"))
+    body: dict[str, Any] = (
+        {"prompt": "ab", "logprobs": 1} if path == COMPLETIONS else {"messages": HI, "logprobs": True}
+    )
+    found = [site.good(path, body)["choices"][0]["logprobs"]]
+    chunks = [event["choices"][0] for event in site.stream(path, body)]
+    assert chunks[-1]["finish_reason"] == "abort"
+    found.append(chunks[-1]["logprobs"])
+    name = "tokens" if path == COMPLETIONS else "content"
+    assert [len(one[name]) for one in found] == [num_tokens, min(num_tokens, 1)]
+
+
+def test_the_engine_computes_those_of_the_prompt_only_for_an_echo(site: Site) -> None:
+    """It cannot take these tokens from the prefix cache."""
+    for echo, start in ((True, 0), (False, -1)):
+        site.good(COMPLETIONS, {"prompt": "ab", "max_tokens": 1, "logprobs": 20, "echo": echo})
+        options = site.scheduler.received[-1].options.logprobs
+        assert options is not None and (options.logprob_start_len, options.top_logprobs_num) == (start, 20)
 
 
 def test_a_token_out_of_reach_has_a_number() -> None:

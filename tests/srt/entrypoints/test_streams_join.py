@@ -30,6 +30,7 @@ SAME = {
 }
 USAGE = some_of(include_usage=st.booleans(), continuous_usage_stats=st.booleans())
 SPEECH = st.tuples(st.sampled_from(SAID), st.integers(1, 3))
+LOGPROBS = st.sampled_from([0, 2, False])
 PROMPTS = st.sampled_from(["a", ["a", "bb"], [[97, 98]], [97]])
 examples = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
@@ -64,6 +65,8 @@ def answers(site: Site, path: str, body: Fields, usage: Fields, speech: Any) -> 
         assert set(told) == {None if usage.get("include_usage") else "absent"}
     if details:
         assert chunks.pop() == {"choices": [], "sglext": whole["sglext"]}
+        cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert sum(whole["sglext"]["cached_tokens_details"].values()) == cached
     if ids:
         assert chunks[0].pop("prompt_token_ids") == whole["prompt_token_ids"]
     assert all(set(chunk) == {"choices"} and len(chunk["choices"]) == 1 for chunk in chunks)
@@ -126,7 +129,7 @@ def test_chats(thinking: Site, fields: Fields, usage: Fields, speech: Any) -> No
 
 @examples
 @given(
-    st.fixed_dictionaries({"prompt": PROMPTS}, optional={**SAME, "logprobs": st.integers(0, 2), "echo": st.booleans()}),
+    st.fixed_dictionaries({"prompt": PROMPTS}, optional={**SAME, "logprobs": LOGPROBS, "echo": st.booleans()}),
     USAGE,
     SPEECH,
 )
@@ -142,6 +145,6 @@ def test_completions(site: Site, body: Fields, usage: Fields, speech: Any) -> No
         join(mine, chunk)
     for choice in whole["choices"]:
         assert ("token_ids" in choice) == bool(body.get("return_token_ids"))
-        assert (choice["logprobs"] is not None) == ("logprobs" in body)
+        assert (choice["logprobs"] is not None) == (body.get("logprobs", False) is not False)
         assert joined.pop(choice.pop("index")) == choice
     assert not joined
