@@ -113,6 +113,16 @@ CONVERSATION: list[dict[str, Any]] = [
             "<system>one\n\ntwo\n<user>hi\n<assistant>",
         ),
         (
+            {"instructions": "one", "input": [{"role": "developer", "content": "two"}]},
+            "<system>one\n\ntwo\n<assistant>",
+        ),
+        ({"instructions": "one", "input": []}, "<system>one\n<assistant>"),
+        ({"input": "hi", "text": {}, "reasoning": {}, "tools": []}, "<user>hi\n<assistant>"),
+        (
+            {"input": "hi", "reasoning": {"effort": None}, "chat_template_kwargs": {"reasoning_effort": "low"}},
+            "<user>hi\n<assistant>(low)",
+        ),
+        (
             {"input": CONVERSATION},
             '<user>a\n<assistant>b[why]<tool_call>c1 f{}<tool_call>c2 g{"x": 1}\n'
             "<tool>r1(f)(c1)\n<tool>r2(g)(c2)\n<assistant>",
