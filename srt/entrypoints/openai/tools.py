@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
 
 def plan_answer(
     manager: TokenizerManager,
-    functions: Sequence[Function] | None,
+    functions: Sequence[Function],
     choice: Mode | ToolChoice | None,
     *,
     parallel: bool | None = None,
@@ -65,7 +65,7 @@ def plan_answer(
     param: str = "tools",
 ) -> AnswerPlan:
     """The plan of a request. Raises InvalidRequest and UnsupportedField."""
-    offered = _check_functions(functions or (), param)
+    offered = _check_functions(functions, param)
     mode, names = _check_choice(choice, offered)
     reasoning = manager.server_args.reasoning_parser
     tools: list[Mapping[str, Any]] | None = None

@@ -112,6 +112,11 @@ def test_a_too_large_grammar_names_a_field_that_the_client_has_sent(
     assert error["param"] == param and f"{param} must be at most 131072 bytes" in error["message"]
 
 
+def test_another_wrong_field_keeps_its_name(site: Site) -> None:
+    error = site.refused(CHAT, {**ASK, "tools": [tool(strict=True)], "temperature": -1})
+    assert error["param"] == "temperature" and error["message"].startswith("temperature must")
+
+
 def test_a_large_schema_is_decoded_in_a_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 

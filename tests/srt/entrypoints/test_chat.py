@@ -104,6 +104,17 @@ def test_a_template_gets_the_fields_that_were_sent(site: Site) -> None:
     ]
 
 
+def test_a_template_gets_the_tools_that_were_sent(site: Site) -> None:
+    site.manager.inputs.tokenizer = with_template("{{ tools | tojson }}{# <tool_call> {{ messages }} #}")
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": "D", "parameters": {"type": "object"}}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
+    sent = [{"type": "function", "function": {"strict": False, **tools[0]["function"]}}, tools[1]]
+    tokens = site.good("/tokenize", {"messages": HI, "tools": sent})["tokens"]
+    assert json.loads(bytes(tokens)) == tools
+
+
 def test_only_the_template_writes_special_tokens(site: Site) -> None:
     """A prompt that the tokenizer opened again would begin with two tokens of the same kind."""
     tokenizer = with_template("<bos>{{ messages[0].content }}")

@@ -47,6 +47,7 @@ def site() -> Iterator[Site]:
         ({"structured_outputs": {"guided": "a"}}, "structured_outputs.guided", "unknown field"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "regex", "bytes long"),
         ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}}, "structured_outputs", "bytes long"),
+        ({"structural_tag": "a" * (MAX_GRAMMAR_BYTES + 1)}, "structural_tag", "structural_tag must be"),
         # What the judge of grammars says names the field of the client.
         ({"regex": "bad"}, "regex", "the grammar is bad"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "bad"}}}, "response_format", "is bad"),
