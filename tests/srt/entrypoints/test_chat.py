@@ -205,6 +205,11 @@ def test_token_ids(site: Site) -> None:
             "content of type 'video' is not supported",
         ),
         ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight", "unknown field 'weight'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "tex": "a"}]}]},
+            "messages[0].content[0].tex",
+            "in messages[0].content[0]; did you mean text",
+        ),
         ({"messages": HI, "response_format": {"type": "json"}}, "response_format.type", "invalid enum value"),
         ({"messages": HI, "logprobs": 1}, "logprobs", "bool"),
         ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be in [0, 20], got 21"),

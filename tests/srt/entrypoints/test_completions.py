@@ -194,6 +194,7 @@ def test_another_model_is_not_found(site: Site) -> None:
         ({"prompt": "a", "stop": [""]}, "stop", "non-empty"),
         ({"prompt": "a", "stop": ["x"] * 33}, "stop", "at most 32"),
         ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
+        ({"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias", "got str"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs must be in [0, 20], got 21"),
         ({"prompt": "a", "logprobs": -1}, "logprobs", "logprobs must be in [0, 20], got -1"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "logprobs must be a number of tokens"),

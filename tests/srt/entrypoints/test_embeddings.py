@@ -4,6 +4,7 @@ import base64
 import re
 from collections.abc import Iterator
 
+import fake_http
 import numpy as np
 import pytest
 from fake_http import Site
@@ -34,6 +35,7 @@ def test_the_answer(site: Site) -> None:
         assert np.float32(one["embedding"]).tolist() == unit(last, *range(2, 9)).tolist()
     assert answer["usage"] == {"prompt_tokens": 4, "total_tokens": 4} and answer["model"] == "tiny"
     assert all(req.options.sampling.max_new_tokens == 0 for req in site.scheduler.received)
+    assert all(req.options.sampling.temperature == 0 for req in site.scheduler.received)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,14 @@ def test_base64_and_fewer_dimensions(site: Site) -> None:
     body = {"input": "a", "encoding_format": "base64", "dimensions": 3, "pooling": "mean"}
     data = base64.b64decode(site.post(PATH, body).json()["data"][0]["embedding"])
     assert np.frombuffer(data, "<f4").tolist() == unit(ord("a"), 2, 3).tolist()
+
+
+def test_a_vector_of_zeros_stays_as_it_is(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its direction is not known. A division by its length would write null for each number."""
+    monkeypatch.setattr(fake_http, "fake_embedding", lambda request: np.zeros(8, np.float32).tobytes())
+    assert site.good(PATH, {"input": "a"})["data"][0]["embedding"] == [0.0] * 8
+    results = site.good("/v1/rerank", {"query": "a", "documents": ["b"]})["results"]
+    assert [one["relevance_score"] for one in results] == [0.0]
 
 
 @pytest.mark.parametrize(

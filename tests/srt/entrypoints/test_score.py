@@ -26,10 +26,12 @@ def test_the_answer(site: Site) -> None:
     assert answer["usage"] == {"prompt_tokens": 4, "total_tokens": 4} and answer["object"] == "scoring"
     assert site.scheduler.prompt_texts() == ["ab", "ac"]
     assert all(req.options.sampling.max_new_tokens == 1 for req in site.scheduler.received)
+    assert all(req.options.sampling.temperature == 0 for req in site.scheduler.received)
 
 
 def test_softmax_over_the_labels(site: Site) -> None:
-    (scores,) = site.post(PATH, {**BODY, "items": "b", "apply_softmax": True}).json()["scores"]
+    (scores,) = site.post(PATH, {**BODY, "items": "bc", "apply_softmax": True}).json()["scores"]
+    assert site.scheduler.prompt_texts() == ["abc"], "a text is one item"
     assert sum(scores) == pytest.approx(1) and scores[0] / scores[1] == pytest.approx(math.e)
 
 
@@ -47,6 +49,8 @@ def test_token_ids_in_either_order(site: Site, first, prompts) -> None:
         ({"items": [[1]]}, "items", "not a mix"),
         ({"items": ["a", [1]]}, "items", "not a mix"),
         ({"query": "", "items": ["a", ""]}, "items[1]", "empty"),
+        ({"query": "", "items": ""}, "items", "empty"),
+        ({"label_token_ids": [5, -1]}, "label_token_ids", "got -1"),
         ({"label_token_ids": []}, "label_token_ids", "1 to 1024 ids, got 0"),
         ({"label_token_ids": [258]}, "label_token_ids", "got 258"),
         ({"label_token_ids": [1] * 1025}, "label_token_ids", "got 1025"),
@@ -55,6 +59,12 @@ def test_token_ids_in_either_order(site: Site, first, prompts) -> None:
 def test_what_is_refused(site: Site, change, param, message) -> None:
     error = site.refused(PATH, {**BODY, **change})
     assert error["param"] == param and message in error["message"], error
+
+
+def test_the_most_labels_and_the_first_and_the_last_token(site: Site) -> None:
+    labels = [0, 257] * 512
+    (scores,) = site.good(PATH, {"query": "a", "items": "b", "label_token_ids": labels})["scores"]
+    assert scores == pytest.approx([1, math.exp(-257 / 4)] * 512)
 
 
 @pytest.mark.parametrize("why", ["aborted by the client", "the request has run for 2 s"])

@@ -108,6 +108,11 @@ def test_a_grammar_that_fails_later_names_its_field(site: Site, path: str, body:
         assert last["error"]["param"] == param and last["error"]["message"] == "it is too complex"
 
 
+def test_a_format_without_a_schema_is_any_object(site: Site) -> None:
+    site.good("/v1/completions", {**COMPLETION, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}})
+    assert site.scheduler.received[-1].options.sampling.json_schema == ANY_OBJECT
+
+
 def test_a_lone_surrogate_is_no_grammar(site: Site) -> None:
     assert site.refused("/v1/completions", json.dumps({**COMPLETION, "regex": "\udfff"}).encode())["message"] != ""
     with pytest.raises(InvalidRequest, match="valid Unicode"):

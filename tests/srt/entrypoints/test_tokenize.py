@@ -3,7 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_http import CONTEXT_LEN, Site
+from fake_http import BOS_TOKEN, CONTEXT_LEN, Site, with_template
+from tokenizers.processors import TemplateProcessing
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -20,7 +21,20 @@ def test_special_tokens_in_a_text_are_found(site: Site) -> None:
 
 def test_several_texts(site: Site) -> None:
     answer = site.good("/tokenize", {"prompt": ["a", "", "bb"]})
-    assert (answer["tokens"], answer["count"]) == ([[97], [], [98, 98]], [1, 0, 2])
+    assert answer == {"tokens": [[97], [], [98, 98]], "count": [1, 0, 2], "max_model_len": CONTEXT_LEN}
+    answer = site.good("/tokenize", {"prompt": ["a ", ""], "return_token_strs": True})
+    assert answer["token_strs"] == [["a", "Ġ"], []]
+
+
+def test_special_tokens_are_added_to_texts_and_not_to_chats(site: Site) -> None:
+    tokenizer = with_template("{{ messages[0].content }}")
+    tokenizer.backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS_TOKEN)])
+    site.manager.inputs.tokenizer = tokenizer
+    for body, default in (({"prompt": "hi"}, True), ({"prompt": ["hi"]}, True), ({"messages": HI}, False)):
+        for given in (None, True, False):
+            tokens = site.good("/tokenize", {**body, "add_special_tokens": given})["tokens"]
+            expected = [BOS_TOKEN, *b"hi"] if given or (given is None and default) else [*b"hi"]
+            assert tokens == ([expected] if isinstance(body.get("prompt"), list) else expected)
 
 
 def test_a_chat(site: Site) -> None:
@@ -38,6 +52,7 @@ def test_token_ids(site: Site, path: str) -> None:
     assert site.good(path, {"tokens": [97, 256]})["text"] == "a"
     assert site.good(path, {"tokens": [97, 256], "skip_special_tokens": False})["text"] == "a<eos>"
     assert site.good(path, {"tokens": []})["text"] == ""
+    assert site.good(path, {"tokens": [0]})["text"] == "\0"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +72,7 @@ def test_token_ids(site: Site, path: str) -> None:
         ),
         ("/tokenize", {"messages": []}, "messages", "1 to 10000 messages"),
         ("/detokenize", {}, "tokens", "tokens is required"),
-        ("/detokenize", {"tokens": [258]}, "tokens", "[0, 258), got 258"),
+        ("/detokenize", {"tokens": [0, 257, 258]}, "tokens", "[0, 258), got 258"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "[0, 258), got -1"),
         ("/detokenize", {"tokens": [10**30]}, "tokens", "[0, 258)"),
         ("/detokenize", {"tokens": [1, [2]]}, "tokens", "not a mix"),
@@ -83,6 +98,7 @@ def test_without_a_tokenizer() -> None:
         ("/detokenize", {"tokens": [1]}),
         ("/tokenize", {"messages": HI}),
     ]:
-        assert "--skip-tokenizer-init" in site.refused(path, body)["message"]
+        error = site.refused(path, body)
+        assert "--skip-tokenizer-init" in error["message"] and error["param"] in body
     assert site.good("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"] == [0]
     site.close()
