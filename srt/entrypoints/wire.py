@@ -223,7 +223,7 @@ def _struct_at(cls: type, path: str) -> msgspec.inspect.StructType | None:
     for part in filter(None, path.split(".")):
         name = part.split("[")[0]
         field = next((field for field in here.fields if field.encode_name == name), None) if here else None
-        here = next(_structs(field.type), None) if field is not None else here if not name else None
+        here = None if field is None else next(_structs(field.type), None)
     return here
 
 

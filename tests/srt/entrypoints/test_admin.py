@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fake_http import CONTEXT_LEN, Site, error_of
 
+import tercet
 from tercet.srt.io_struct import AbortFinish, Heartbeat
 
 SECRET = "sesame-4711"
@@ -110,7 +111,37 @@ def test_server_info_tells_no_secret(path: str) -> None:
     assert state["last_gen_throughput"] == 12.5
     assert state["memory_usage"] == {"weight": 1.0, "kvcache": 0.5, "token_capacity": 1000, "graph": 0.25}
     assert state["effective_max_running_requests_per_dp"] == 16
+    bytes_of = [state[name] for name in ("weight_bytes", "kv_bytes", "graph_bytes", "avg_spec_accept_length")]
+    assert bytes_of == [1 << 30, 1 << 29, 1 << 28, None]
+    resolved = ("page_size", "context_length", "chunked_prefill_size", "max_prefill_tokens", "served_model_name")
+    assert [info[name] for name in resolved] == [1, CONTEXT_LEN, 64, 128, "tiny"]
+    counts = ("num_engine_restarts", "num_resumed_samples", "num_fatal_samples")
+    assert [info[name] for name in counts] == [0, 0, 0] and info["version"] == tercet.__version__
     site.close()
+
+
+def test_the_probes_tell_of_a_pause(site: Site) -> None:
+    def states() -> list[Any]:
+        return [site.get("/health").json()["status"], site.get("/server_info").json()["status"]]
+
+    assert states() == ["ok", "ready"]
+    site.good("/pause_generation", {"mode": "retract"})
+    assert states() == ["paused", "paused"]
+    for path in ("/ready", "/health_generate"):
+        answer = site.get(path)
+        assert answer.status_code == 503 and error_of(answer)["code"] == "engine_paused"
+    site.good("/continue_generation", {})
+    assert states() == ["ok", "ready"] and site.get("/ready").json() == {"status": "ready"}
+    assert site.get("/health_generate").json() == {"status": "ok"}
+    site.manager.draining = True
+    assert site.get("/server_info").json()["status"] == "not ready"
+
+
+def test_a_restart_is_no_reason_to_end_the_server(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(site.manager), "is_restarting", True)
+    monkeypatch.setattr(type(site.manager), "is_healthy", False)
+    assert site.get("/health").json() == {"status": "restarting"}
+    assert site.get("/server_info").json()["status"] == "restarting"
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_load", "/v1/loads", "/flush_cache"])
@@ -184,9 +215,10 @@ def test_models(site: Site) -> None:
 def test_flush_cache(site: Site, method: str) -> None:
     assert site.request(method, "/flush_cache").json()["success"] is True
     assert site.request(method, "/flush_cache?timeout=1.5").status_code == 200
+    assert site.request(method, "/flush_cache?timeout=3600").status_code == 200
 
 
-@pytest.mark.parametrize("timeout", ["-1", "nan", "inf", "x", "", "1e9"])
+@pytest.mark.parametrize("timeout", ["-1", "-0.5", "nan", "inf", "x", "", "1e9"])
 def test_flush_cache_wants_seconds(site: Site, timeout: str) -> None:
     answer = site.get(f"/flush_cache?timeout={timeout}")
     assert answer.status_code == 400

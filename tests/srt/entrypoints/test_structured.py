@@ -10,6 +10,7 @@ import pytest
 from fake_http import Site
 from field_walks import Effect, Table, Walk, check
 
+from tercet.srt.entrypoints.openai.structured import ANY_OBJECT
 from tercet.srt.entrypoints.openai.structured_protocol import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.grammar_spec import MAX_GRAMMAR_BYTES, GrammarSpec
@@ -109,7 +110,8 @@ def test_a_grammar_that_fails_later_names_its_field(site: Site, path: str, body:
 
 
 def test_a_format_without_a_schema_is_any_object(site: Site) -> None:
-    site.good("/v1/completions", {**COMPLETION, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}})
+    any_schema = {"type": "json_schema", "json_schema": {"name": "x"}}
+    site.good("/v1/completions", {**COMPLETION, "response_format": any_schema})
     assert site.scheduler.received[-1].options.sampling.json_schema == ANY_OBJECT
 
 
