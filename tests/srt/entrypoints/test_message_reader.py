@@ -82,6 +82,14 @@ def test_the_count_of_reasoning_tokens_does_not_depend_on_the_pieces(data: st.Da
         assert whole.num_reasoning_tokens == ids.index(END) + 1
 
 
+def test_the_first_end_of_the_reasoning_counts() -> None:
+    reader = reader_of(form=AnswerFormat(reasoning="qwen3"), reasoning_ends=frozenset({END}))
+    reader.deltas("<think>", False)
+    for ids in ([0], [END, END, 0], [END]):
+        reader.count(ids)
+    assert reader.num_reasoning_tokens == 2
+
+
 @pytest.mark.parametrize(
     "form", [AnswerFormat("qwen3", "hermes", FUNCTIONS), AnswerFormat("gpt-oss", "gpt-oss", FUNCTIONS)]
 )

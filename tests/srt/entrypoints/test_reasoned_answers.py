@@ -99,7 +99,7 @@ def test_the_prompt_can_open_and_close_the_reasoning(site: Site) -> None:
 
 
 def test_a_continued_message_is_content_or_reasoning(site: Site) -> None:
-    parts = [{"type": "text", "text": text} for text in ("It", " is")]
+    parts = [{"type": "text", "text": text} for text in ("<think>I</thi", "nk>", "It is")]
     for said, expected in (("It is", ("{}", None)), ("<think>I", (None, "{}")), (parts, ("{}", None))):
         messages = [*ASK["messages"], {"role": "assistant", "content": said}]
         site.scheduler.say("{}")
