@@ -43,12 +43,8 @@ def sampling_of(
     manager: TokenizerManager, body: OpenAIBody, max_tokens: int | None, max_tokens_field: str
 ) -> SamplingParams:
     """The sampling parameters of a body. Error messages use the field names of the OpenAI API."""
-    values: dict[str, Any] = {"max_new_tokens": max_tokens}
-    for field in _SAMPLING_FIELDS:
-        value = getattr(body, field)
-        if value is not None:
-            values[_OUR_NAME.get(field, field)] = value
-    values.update(grammar_of(body))
+    values: dict[str, Any] = {_OUR_NAME.get(field, field): getattr(body, field) for field in _SAMPLING_FIELDS}
+    values |= {"max_new_tokens": max_tokens, **grammar_of(body)}
     try:
         return manager.inputs.make_sampling(values)
     except InvalidRequest as error:
