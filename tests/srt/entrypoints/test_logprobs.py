@@ -12,8 +12,8 @@ from fake_results import fake_logprobs
 
 from tercet.srt.entrypoints import sse
 from tercet.srt.entrypoints.openai.logprobs import _finite
-from tercet.srt.io_struct import AbortFinish
-from tercet.srt.logprobs import MAX_INPUT_VALUES
+from tercet.srt.io_struct import AbortFinish, GenerateReq
+from tercet.srt.logprobs import MAX_INPUT_VALUES, NewLogprobs
 
 HI = [{"role": "user", "content": "a"}]
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -248,6 +248,21 @@ def test_an_end_without_tokens_has_no_log_probabilities(
     found.append(chunks[-1]["logprobs"])
     name = "tokens" if path == COMPLETIONS else "content"
     assert [len(one[name]) for one in found] == [num_tokens, min(num_tokens, 1)]
+
+
+@pytest.mark.parametrize(("num_computed", "tokens", "offsets"), [(0, [], []), (2, ["a", "b"], [0, 1])])
+def test_an_echo_that_is_aborted_lists_what_was_computed(
+    site: Site, num_computed: int, tokens: list[str], offsets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def partial(request: GenerateReq, done: int, ids: list[int]) -> NewLogprobs:
+        shorter = msgspec.structs.replace(request, input_ids=request.input_ids[: 4 * num_computed])
+        found = fake_logprobs(shorter, done, ids)
+        return found if num_computed else msgspec.structs.replace(found, input=None)
+
+    monkeypatch.setattr(fake_http, "fake_logprobs", partial)
+    site.scheduler.fail = (0, AbortFinish("asked for"))
+    (choice,) = site.good(COMPLETIONS, {"prompt": "abc", "echo": True, "logprobs": 0})["choices"]
+    assert (choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]) == (tokens, offsets)
 
 
 def test_the_engine_computes_those_of_the_prompt_only_for_an_echo(site: Site) -> None:
