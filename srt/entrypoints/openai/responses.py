@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -200,7 +199,7 @@ class _ResponsesFormat(PlannedFormat):
             top_p=sampling.top_p,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
-            tools=[_as_given(tool) for tool in body.tools or ()],
+            tools=[msgspec.to_builtins(tool) for tool in body.tools or ()],
             tool_choice=_choice_as_given(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": (body.text and body.text.format) or {"type": "text"}},
@@ -218,9 +217,3 @@ def _choice_as_given(choice: ResponsesToolChoice | str | None) -> Any:
     if isinstance(choice, ResponsesToolChoice):
         return {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
     return "auto" if choice is None else choice
-
-
-def _as_given(tool: msgspec.Struct) -> Mapping[str, Any]:
-    """A tool with all its fields, as OpenAI's server repeats it."""
-    fields: Mapping[str, Any] = msgspec.to_builtins(tool)
-    return {name: value for name, value in fields.items() if value is not UNSET}

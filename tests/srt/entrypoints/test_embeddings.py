@@ -33,6 +33,7 @@ def test_the_answer(site: Site) -> None:
     assert [one["index"] for one in answer["data"]] == [0, 1]
     for one, last in zip(answer["data"], (ord("c"), ord("b")), strict=True):
         assert np.float32(one["embedding"]).tolist() == unit(last, *range(2, 9)).tolist()
+    assert answer["object"] == "list" and {one["object"] for one in answer["data"]} == {"embedding"}
     assert answer["usage"] == {"prompt_tokens": 4, "total_tokens": 4} and answer["model"] == "tiny"
     assert all(req.options.sampling.max_new_tokens == 0 for req in site.scheduler.received)
     assert all(req.options.sampling.temperature == 0 for req in site.scheduler.received)
@@ -56,6 +57,12 @@ def test_base64_and_fewer_dimensions(site: Site) -> None:
     body = {"input": "a", "encoding_format": "base64", "dimensions": 3, "pooling": "mean"}
     data = base64.b64decode(site.post(PATH, body).json()["data"][0]["embedding"])
     assert np.frombuffer(data, "<f4").tolist() == unit(ord("a"), 2, 3).tolist()
+
+
+@pytest.mark.parametrize("dimensions", [1, 8])
+def test_the_fewest_and_the_most_dimensions(site: Site, dimensions: int) -> None:
+    (found,) = site.good(PATH, {"input": "a", "dimensions": dimensions})["data"]
+    assert np.float32(found["embedding"]).tolist() == unit(ord("a"), *range(2, 1 + dimensions)).tolist()
 
 
 def test_a_vector_of_zeros_stays_as_it_is(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

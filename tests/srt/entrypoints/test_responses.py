@@ -81,6 +81,7 @@ def test_the_answer_repeats_the_request(site: Site) -> None:
     assert site.good(PATH, {"input": "hi", "text": json_object, "tool_choice": "none"})["text"] == json_object
     plain = site.good(PATH, {"input": "hi"})
     assert (plain["tools"], plain["tool_choice"], plain["reasoning"]["effort"]) == ([], "auto", None)
+    assert plain["metadata"] == {}
 
 
 CONVERSATION: list[dict[str, Any]] = [
@@ -117,6 +118,15 @@ CONVERSATION: list[dict[str, Any]] = [
             "<system>one\n\ntwo\n<assistant>",
         ),
         ({"instructions": "one", "input": []}, "<system>one\n<assistant>"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": text} for text in "ab"]}]},
+            "<user>ab\n<assistant>",
+        ),
+        (
+            {"input": [CONVERSATION[2], CONVERSATION[1], CONVERSATION[3]]},
+            "<assistant>b\n<assistant>[why]<tool_call>c1 f{}\n<assistant>",
+        ),
+        ({"input": [{"type": "reasoning"}, CONVERSATION[2]]}, "<assistant>b\n<assistant>"),
         ({"input": "hi", "text": {}, "reasoning": {}, "tools": []}, "<user>hi\n<assistant>"),
         (
             {"input": "hi", "reasoning": {"effort": None}, "chat_template_kwargs": {"reasoning_effort": "low"}},
