@@ -1,6 +1,8 @@
-"""The books of the KV pool and of host memory, added up anew and independently of the code under test."""
+"""The books of the KV pool, of host memory and of steps, added up anew and independently of the code under test."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from random_steps.files import FakeStorage
@@ -11,6 +13,7 @@ from tercet.managers.req import Req
 from tercet.mem_cache.kv_storage import WriteJob
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.radix_node import RadixNode
+from tercet.model_executor.step import StepInputs
 
 
 def cached_slots(cache: RadixCache) -> np.ndarray:
@@ -67,3 +70,17 @@ def check_host_blocks(tiers: KVTiers, storage: FakeStorage | None) -> None:
     assert owned == list(range(blocks.num_blocks)), "a host block has no owner, or two"
     assert all(blocks._key_of[block] is not None for block in blocks._kept), "a host block is kept for nobody"
     assert not any(blocks._key_of[block] for block in blocks._free)
+
+
+def check_limits(step: StepInputs, rig: dict[str, Any]) -> None:
+    """Raises AssertionError if a step has more tokens than the settings of the engine allow. `rig`: those of a Case.
+
+    Drafts have a limit of their own. A step of many decodes has room for a page of prompts beside them.
+    """
+    if step.extend_lens is None or rig["max_drafts"]:
+        return
+    assert step.extend_lens.min() > 0
+    most = max(rig["max_prefill_tokens"], rig["page_size"] + len(step.rows) - 1)
+    assert step.extend_lens.sum() <= most, "a step has too many tokens"
+    if not rig["joins_forced"]:  # forced tokens are no chunk
+        assert step.extend_lens.max() <= rig["chunked_prefill_size"], "a chunk is too long"

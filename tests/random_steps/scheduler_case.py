@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from kv_event_reader import DISK, HOST
-from random_steps.books import cached_slots, check_host_blocks, check_owners
+from random_steps.books import cached_slots, check_host_blocks, check_limits, check_owners
 from random_steps.cases import BROKEN, CONTEXT_LEN, POISON, UNSUITABLE, Case, Happening
 from random_steps.clients import VOCAB, Clients
 from random_steps.files import FakeStorage
@@ -214,6 +214,8 @@ class SchedulerCase:
         num_loads = self._num_loads
         rig.turn()
         assert not (must_rest and rig.runner.steps), "a step in a pause"
+        for step in rig.runner.steps:
+            check_limits(step, self._case.rig)
         rig.runner.steps.clear()
         self.num_turns += 1
         self._clients.hear(self.num_turns)
