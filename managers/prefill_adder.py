@@ -48,8 +48,9 @@ class PrefillAdder:
     Prompts that can end in the step go first: the unfinished ones and the waiting ones in the order of the policy, but
     of an unfinished and a waiting one the shorter. Beside them, the step has at most one chunk that does not end its
     prompt. It is short if others end in the step; otherwise it takes the whole step. It belongs to the unfinished
-    prompt with the fewest tokens left, or to a waiting prompt that starts. A prompt starts in chunks if it is at most
-    half as long as what is left of each unfinished one, or of higher priority. So few prompts are unfinished at a time.
+    prompt with the fewest tokens left, or to a waiting prompt that starts. A prompt starts in chunks if each unfinished
+    one has a lower priority, or the same and at least twice as many tokens left. So few prompts are unfinished at a
+    time, and none loses its chunk to a prompt of lower priority.
 
     All lengths are those that are not cached. A request that does not fit into memory ends the pass, so that no later
     request can starve it.
@@ -167,7 +168,10 @@ class PrefillAdder:
         """Whether the one chunk of this step may be the first of this prompt."""
         if self._chunk is not None:
             return False
-        return all(other.urgency < req.urgency or 2 * num_new <= _rest(other) for other in self._unfinished)
+        return all(
+            other.urgency < req.urgency or (other.urgency == req.urgency and 2 * num_new <= _rest(other))
+            for other in self._unfinished
+        )
 
     def _fits(self, req: Req, num_new: int) -> bool:
         """Whether a request fits into memory with `num_new` tokens beside its cached prefix, which is locked."""
@@ -182,11 +186,15 @@ class PrefillAdder:
     # Unfinished prompts
 
     def _end_shorter(self, urgency: float = -inf, num_tokens: float = inf) -> None:
-        """Ends the unfinished prompts that go before one of this urgency and length, as far as the step has room."""
-        while self._unfinished:
-            first = self._unfinished[0]
-            if first.urgency < urgency or _rest(first) > num_tokens or not self._end(first):
+        """Ends the unfinished prompts that go before one of this urgency and length, as far as the step has room.
+
+        A longer prompt of higher priority does not keep a shorter one from its end, because it keeps no waiting one.
+        """
+        for req in list(self._unfinished):
+            if req.urgency < urgency:
                 return
+            if _rest(req) <= num_tokens:
+                self._end(req)
 
     def _go_on_with_rest(self) -> None:
         """The first unfinished prompt gets the chunk of the step. Beside others it is short, or there is none."""

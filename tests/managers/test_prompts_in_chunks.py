@@ -168,6 +168,30 @@ def test_an_urgent_long_prompt_starts_beside_a_less_urgent_one() -> None:
     assert list(rig.heard) == ["high", "low", "equal"]
 
 
+@pytest.mark.parametrize("num_left", [1, 36, 63])
+def test_a_short_rest_ends_beside_an_urgent_long_prompt(num_left: int) -> None:
+    """Less urgent prompts that arrive later would end in the same steps, so the short rest ends before them."""
+    rig = make_rig(preemption_threshold=100, radix=False)
+    rig.add("middle", [1] * (64 + num_left), priority=1, max_new_tokens=1)
+    rig.turn()
+    rig.add("high", [2] * 2000, priority=2, max_new_tokens=1)
+    rig.turn()
+    assert in_chunks(rig) == ["middle", "high"]
+    rig.add("low", [3] * 64, max_new_tokens=1)
+    rig.turn()
+    assert list(rig.heard) == ["middle"]
+
+
+def test_a_less_urgent_prompt_takes_no_chunk_from_an_urgent_one() -> None:
+    """Much shorter ones, of which one arrives in each turn. An equally urgent one would start."""
+    rig = make_rig(preemption_threshold=100, radix=False)
+    rig.add("high", [1] * 640, priority=1, max_new_tokens=1)
+    for index in range(10):
+        rig.add(f"low{index}", [2 + index] * 65, max_new_tokens=1)
+        rig.turn()
+    assert list(rig.heard) == ["high"]
+
+
 def test_a_prompt_in_chunks_is_preempted() -> None:
     """The urgent request needs its memory."""
     rig = make_rig(pool_size=1000, preemption_threshold=0)
