@@ -207,10 +207,10 @@ class KVCacheManager:
         req.kv_len = kv_len
 
     def _last_slots(self, rows: Int32Array, lens: Int32Array) -> Int32Array:
-        """[B], slot of position lens - 1 of each row; 0 for an empty row, and with pages of one token."""
+        """[B], slot of position lens - 1 of each row. Any number where no page goes on: the allocator reads none."""
         if self.page_size == 1:  # no page has room after a slot, so the allocator does not ask
             return np.zeros_like(lens)
-        slots: Int32Array = np.where(lens > 0, self._table[rows, np.maximum(lens - 1, 0)], 0).astype(np.int32)
+        slots: Int32Array = self._table[rows, lens - 1]
         return slots
 
     def _make_room(self, num_tokens: int) -> None:
@@ -241,7 +241,7 @@ class KVCacheManager:
         result = self._insert(req, tokens[: req.kv_len])
         if self.tiers is not None:  # now, so that readers of KV events know each block before those that follow it
             self.tiers.save(req, tokens, self._table[req.row])
-        num_taken = req.locked_len if result is None else max(result.taken_len, req.locked_len)
+        num_taken = req.locked_len if result is None else result.taken_len
         self.allocator.free(self._table[req.row, num_taken : req.kv_len])
         self.cache.unlock(req.node)
         self.req_to_token_pool.free(req.row)

@@ -91,7 +91,7 @@ class PrefillAdder:
         self._expected = expected
         self._engine_empty = engine_empty
         self._time = time
-        self._num_charged = kv.decode_demand(joining) if joining else 0
+        self._num_charged = kv.decode_demand(joining)
         """Tokens, in whole pages, that the step will allocate."""
         self._num_ending = 0
         """Tokens of prompts that end in this step."""
@@ -153,7 +153,7 @@ class PrefillAdder:
         if num_new > min(self._chunk_size, self._room(req, start)):
             if not self._may_start(req, num_new):
                 return _Verdict.PASSED_BY
-            length = self._page - start % self._page  # `_lengthen_chunk` decides about the rest of the step
+            length = self._page  # `_lengthen_chunk` decides about the rest of the step
             if length > self._room(req, start):
                 return _Verdict.STEP_IS_FULL
         with self._kv.locked(match):
@@ -294,11 +294,9 @@ class PrefillAdder:
 
     def _cut(self, req: Req, max_len: int) -> int:
         """The length of the next chunk: the whole rest if it has at most `max_len` tokens. Otherwise it ends at a page
-        boundary."""
+        boundary, as it begins at one."""
         rest = _rest(req)
-        if rest <= max_len:
-            return rest
-        return max(max_len - (req.kv_len + max_len) % self._page, min(self._page, rest))
+        return rest if rest <= max_len else max_len - max_len % self._page
 
     def _pages_to(self, num_tokens: int) -> int:
         """`num_tokens`, rounded up to whole pages."""

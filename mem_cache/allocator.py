@@ -135,9 +135,10 @@ class BaseAllocator(ABC):
     ) -> npt.NDArray[np.int32] | None:
         """Allocate slots for positions [prefix_lens[i], seq_lens[i]) of each sequence i.
 
-        All arguments are int32 [B]. `last_slots[i]` is the slot of position `prefix_lens[i] - 1`, or 0 without a
-        prefix; the rest of its page is filled first. Returns int32 [sum(seq_lens - prefix_lens)], one sequence after
-        the other, or None when the free pages do not suffice for all sequences.
+        All arguments are int32 [B]. `last_slots[i]` is the slot of position `prefix_lens[i] - 1`; the rest of its page
+        is filled first. It is not read if that page is full, or without a prefix. Returns
+        int32 [sum(seq_lens - prefix_lens)], one sequence after the other, or None when the free pages do not suffice
+        for all sequences.
         """
 
     @abstractmethod
@@ -147,7 +148,7 @@ class BaseAllocator(ABC):
         """Allocate one more slot for each sequence: int32 [B], or None when the free pages do not suffice for all.
 
         `seq_lens`: int32 [B], lengths with the new token. `last_slots`: int32 [B], slot of the token before the new
-        one, or 0 if there is none.
+        one. It is not read if the new token begins a page.
         """
 
     @abstractmethod
