@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from ..srt.errors import InvalidRequest
 from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, TokenOut, ToScheduler, ToTokenizer, pack_ids
 from ..srt.logprobs import LogprobOptions, sglang_lists
 from ..srt.model_files.model_config import load_model_config
+from ..srt.plain_values import check_in_json, plain_value
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
@@ -27,6 +28,8 @@ from .scheduler import InFlight
 from .scheduler_io import SchedulerIO
 from .scheduler_process import build_scheduler, scheduler_facts
 from .token_out_reader import TokenOutReader
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,16 +156,18 @@ class LocalEngine:
         if sampling.grammar is not None:
             self.scheduler.check_grammar(sampling.grammar)
         ids = self._inputs.check_ids(self._ids(prompt), is_text=isinstance(prompt, str))
-        logprobs = LogprobOptions(
+        logprobs = _converted(
+            LogprobOptions,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=list(token_ids_logprob),
+            token_ids_logprob=plain_value(token_ids_logprob),
             return_text_in_logprobs=return_text_in_logprobs,
         )
-        options = RequestOptions(
+        options = _converted(
+            RequestOptions,
             sampling=sampling,
             cache_salt=cache_salt,
-            tenant=tenant_name(tenant),
+            tenant=tenant_name(tenant) if isinstance(tenant, str) else tenant,
             priority=priority,
             waiting_timeout=waiting_timeout,
             running_timeout=running_timeout,
@@ -224,6 +229,8 @@ class LocalEngine:
         if isinstance(prompt, str):
             return self._inputs.encode(prompt)
         try:
+            if isinstance(prompt, bytes | bytearray | memoryview):  # Python gives their bytes as numbers
+                raise TypeError
             return [operator.index(i) for i in prompt]
         except TypeError:
             raise InvalidRequest("prompt must be a text or token ids", param="prompt") from None
@@ -277,8 +284,18 @@ def _plain(given: Mapping[str, Any] | SamplingParams | None) -> Mapping[str, Any
     for name in given or ():
         if name not in names:
             raise InvalidRequest(f"unknown sampling parameter {name!r}; known: {', '.join(names)}", param=name)
-    try:
-        plain: Mapping[str, Any] = msgspec.to_builtins(dict(given or {}), str_keys=True)
-    except TypeError as error:
-        raise InvalidRequest(f"sampling parameters: {error}") from error
+    plain: Mapping[str, Any] = plain_value(dict(given or {}))
+    for name, value in plain.items():
+        check_in_json(value, name)
     return plain
+
+
+def _converted(kind: type[T], **values: Any) -> T:
+    """A struct of these values. Raises InvalidRequest for a value of a wrong type or out of range."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InvalidRequest):
+            raise error.__cause__ from None
+        text, _, path = str(error).replace("`", "").partition(" - at $.")
+        raise InvalidRequest(f"{path}: {text}", param=path) from error

@@ -6,7 +6,6 @@ with tercet.Engine(model_path="...") as engine:
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from os import PathLike
@@ -20,10 +19,11 @@ from ... import __version__
 from ...managers.pause_control import PauseMode
 from ..engine_settings import engine_settings, http_settings
 from ..errors import EngineBusy, InvalidRequest
+from ..plain_values import check_in_json, plain_value
 from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs
 from ..text.tokenizer import Tokenizer
-from . import admin, native, profiling, weights
+from . import admin, native, pausing, profiling, weights
 from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_sample_limit
 from .engine_thread import EngineThread
 from .native_protocol import GenerateBody
@@ -169,7 +169,8 @@ class Engine:
         `mode`: abort: requests end with the output so far; retract: running requests release their KV, so the cache
         can be flushed; in_place: running requests keep their KV. Their tokens do not depend on the pause.
         """
-        self._thread.wait(self._server.manager.pause.begin(mode))
+        wanted = pausing.PAUSE_CODEC.convert({"mode": mode}).mode or "abort"
+        self._thread.wait(self._server.manager.pause.begin(wanted))
 
     def continue_generation(self) -> None:
         """Ends a pause. Does nothing without one."""
@@ -274,14 +275,10 @@ def _body(
     for name in ("text", "stream", "sampling_params"):
         if name in request:
             raise InvalidRequest(f"{name} is an argument of generate(); it must not be repeated as a field", param=name)
-    body = {"text": prompt, "sampling_params": _plain_sampling(sampling), "stream": stream, **request}
-    try:
-        plain = msgspec.to_builtins(body, str_keys=True, enc_hook=_plain_value)
-    except (TypeError, NotImplementedError) as error:
-        raise InvalidRequest(f"a request must consist of values that JSON can represent: {error}") from error
+    plain = plain_value({"text": prompt, "sampling_params": _plain_sampling(sampling), "stream": stream, **request})
     for name, value in plain.items():
         if name not in ("text", "input_ids"):  # prompts are checked when they are tokenised
-            _check_in_json(value, name)
+            check_in_json(value, name)
     return native.GENERATE_CODEC.convert(plain)
 
 
@@ -295,29 +292,3 @@ def _plain_sampling(sampling: Sampling) -> Any:
     if isinstance(sampling, Iterable) and not isinstance(sampling, Mapping | str | bytes):
         return [_plain_sampling(item) for item in sampling]
     return sampling
-
-
-def _plain_value(value: Any) -> Any:
-    """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values."""
-    tolist = getattr(value, "tolist", None)
-    if tolist is None:
-        raise NotImplementedError(f"{type(value).__name__} is not supported")
-    return tolist()
-
-
-def _check_in_json(value: Any, path: str) -> None:
-    """Raises InvalidRequest for values that JSON cannot represent: numbers that are not finite, text that is not
-    Unicode."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(f"{path} must be a finite number, got {value}", param=path)
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"{path} must be valid Unicode: {error}", param=path) from error
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_in_json(item, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_in_json(item, f"{path}[{i}]")

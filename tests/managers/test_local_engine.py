@@ -216,7 +216,10 @@ def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
         ([1], {"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; known: max_new_tokens, "),
         ([1], {"n": 2}, "n must be 1 in a LocalEngine, got 2"),
         ([1], {"temperature": -1}, "temperature must be"),
-        ([1], {"temperature": object()}, "sampling parameters: "),
+        ([1], {"temperature": object()}, "values that JSON can represent: object is not supported"),
+        (b"abc", None, "prompt must be a text or token ids"),
+        ([1], {"stop": b"x"}, "stop must be a text, got bytes"),
+        ([1], {"stop": ["x", "\ud800"]}, r"stop\[1\] must be valid Unicode"),
         ([1], {"stop_token_ids": [131]}, "stop_token_ids must be token ids below 131, got 131"),
         ([1], {"stop": "x"}, "stop needs a tokenizer"),
         ([1], SamplingParams(logit_bias={"131": 1.0}), "logit_bias must be token ids below 131, got '131'"),
@@ -233,6 +236,37 @@ def test_what_a_server_refuses_raises(make_engine: MakeEngine, prompt: Any, samp
     with pytest.raises(InvalidRequest, match="cache_salt must have at most 256"):
         engine.add_request("b", [1], cache_salt="x" * 257)
     assert run(engine).finished == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("priority", "a", "priority: Expected int, got str"),
+        ("waiting_timeout", "1", "waiting_timeout: Expected float"),
+        ("retention_seconds", [1], "retention_seconds: Expected float"),
+        ("cache_salt", 5, "cache_salt: Expected str, got int"),
+        ("tenant", 5, "tenant: Expected str, got int"),
+        ("session_id", b"x", "session_id: Expected str, got bytes"),
+        ("top_logprobs_num", 1.5, "top_logprobs_num: Expected int, got float"),
+        ("logprob_start_len", "a", "logprob_start_len: Expected int, got str"),
+        ("token_ids_logprob", ["a"], r"token_ids_logprob\[0\]: Expected int, got str"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_harms_no_other_request(
+    make_engine: MakeEngine, field: str, value: Any, message: str
+) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match=message):
+        engine.add_request("a", [1], GREEDY, return_logprob=True, **{field: value})
+    engine.add_request("b", [1], {**GREEDY, "max_new_tokens": 1})
+    assert run(engine).finished == ["b"]
+
+
+def test_numbers_of_numpy_are_numbers(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    sampling = {**GREEDY, "temperature": np.float32(0), "max_new_tokens": np.int64(2)}
+    engine.add_request("a", [5], sampling, return_logprob=True, token_ids_logprob=np.array([3]))
+    assert run(engine).finish_reasons == {"a": LengthFinish(2)}
 
 
 def test_only_requests_of_one_salt_share_a_prefix(make_engine: MakeEngine) -> None:

@@ -121,6 +121,14 @@ def test_a_stream_of_several_prompts_says_which(engine: Engine) -> None:
         ({"input_ids": [1], "text": "a"}, "text"),
         ({"prompt": "text needs a tokenizer"}, "text"),
         ({"prompt": "\ud800"}, "text"),
+        ({"prompt": b"abc"}, "text"),
+        ({"prompt": ["a", b"abc"]}, "text[1]"),
+        ({"input_ids": [1], "rid": b"abc"}, "rid"),
+        ({"input_ids": [1], "sampling_params": {"stop": [b"abc"]}}, "sampling_params.stop[0]"),
+        (
+            {"input_ids": [1], "sampling_params": {"json_schema": {"const": b"abc"}}},
+            "sampling_params.json_schema.const",
+        ),
         ({"input_ids": [5000]}, "input_ids"),
     ],
 )
@@ -263,6 +271,13 @@ def test_a_pause_holds_new_requests_until_generation_continues(engine: Engine) -
     last = list(stream)[-1]
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     engine.continue_generation()
+
+
+def test_an_unknown_mode_of_a_pause_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="sleep") as caught:
+        engine.pause_generation("sleep")
+    assert caught.value.param == "mode"
+    assert engine.generate(input_ids=[1], sampling_params=SHORT)["text"] == text_of(2)
 
 
 def test_server_info_tells_settings_and_limits(engine: Engine) -> None:

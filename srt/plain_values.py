@@ -1,0 +1,52 @@
+"""Python values of a caller as values that JSON can represent, for the Engine and the LocalEngine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from .errors import InvalidRequest
+
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def plain_value(value: Any) -> Any:
+    """The value in builtin types. Arrays become lists, and numbers of numpy and torch become Python's numbers.
+
+    Bytes stay bytes. Raises InvalidRequest for other values that JSON cannot represent.
+    """
+    try:
+        # msgspec would write bytes in base64, so the request would have another text than the caller's.
+        return msgspec.to_builtins(value, str_keys=True, enc_hook=_from_array, builtin_types=_BYTES)
+    except (TypeError, NotImplementedError) as error:
+        raise InvalidRequest(f"a request must consist of values that JSON can represent: {error}") from error
+
+
+def check_in_json(value: Any, path: str) -> None:
+    """Raises InvalidRequest for values that JSON cannot represent: numbers that are not finite, text that is not
+    Unicode, bytes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{path} must be a finite number, got {value}", param=path)
+    if isinstance(value, _BYTES):
+        raise InvalidRequest(f"{path} must be a text, got {type(value).__name__}", param=path)
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{path} must be valid Unicode: {error}", param=path) from error
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_in_json(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            check_in_json(item, f"{path}[{i}]")
+
+
+def _from_array(value: Any) -> Any:
+    """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is None:
+        raise NotImplementedError(f"{type(value).__name__} is not supported")
+    return tolist()
