@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from ..errors import EngineDead
+from ..machine.standard_files import open_standard_files
 from ..server_args import ServerArgs
 from .engine_core import EngineCore
 
@@ -29,6 +30,7 @@ class EngineThread:
     """The thread of one engine. The constructor starts the engine and raises what `EngineCore.start` raises."""
 
     def __init__(self, server_args: ServerArgs, child_module: str) -> None:
+        open_standard_files()
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._owner_pid = os.getpid()

@@ -24,6 +24,7 @@ import uvloop
 from ...managers.tokenizer_manager import TokenizerManager
 from .. import log
 from ..errors import TercetError
+from ..machine.standard_files import open_standard_files
 from ..server_args import ServerArgs
 from .answer_settings import answer_settings
 from .engine_core import EngineCore
@@ -57,6 +58,7 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
 
     `child_module`: the module that a child process runs; tests replace it.
     """
+    open_standard_files()
     log.configure("http", server_args.log_level, server_args.log_format)
     adopt_uvicorn_logs(server_args.log_level)
     num_workers = server_args.tokenizer_worker_num

@@ -202,6 +202,27 @@ engine.shutdown()
     assert "KeyboardInterrupt" in ran.stderr
 
 
+def test_a_script_without_standard_files_gets_its_answer_and_ends(tmp_path: Path) -> None:
+    """A socket that got the number of one of them would end the process when it is closed."""
+    (tmp_path / "r").mkdir()
+    code = """
+import stat
+kinds = [stat.S_ISCHR(os.fstat(fd).st_mode) for fd in (0, 1, 2)]
+engine.shutdown()
+open(sys.argv[2], "w").write(repr(kinds))
+"""
+    script = SCRIPT.replace("sys.stdout", "open(os.devnull, 'w')")
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    result = tmp_path / "result"
+    ran = subprocess.run(
+        [*closed, sys.executable, "-c", script + code, str(write_toy_config(tmp_path)), str(result)],
+        env=environment(tmp_path / "r"),
+        timeout=60,
+    )
+    assert ran.returncode == 0
+    assert result.read_text() == "[True, True, True]"
+
+
 def _run_script(tmp_path: Path, code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs it to its end, and sees that nothing stays behind."""
     run_dirs = tmp_path / "r"

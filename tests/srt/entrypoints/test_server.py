@@ -7,15 +7,26 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from patience import PATIENCE_S
-from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_flags, write_toy_config
+from toy_engine import (
+    FAKE_SERVER,
+    ServerProcess,
+    Stream,
+    environment,
+    is_gone,
+    text_of,
+    toy_flags,
+    write_toy_config,
+)
 
 TOKENS = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 400}}
 
@@ -33,6 +44,17 @@ def flags(tmp_path: Path) -> list[str]:
 def _assert_nothing_left(run_dirs: Path, pids: list[int]) -> None:
     assert all(is_gone(pid) for pid in pids)
     assert os.listdir(run_dirs) == []
+
+
+def _is_ready(url: str) -> bool:
+    """Waits for a server whose log is not read."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready").is_success:
+                return True
+        time.sleep(0.05)
+    return False
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
@@ -179,6 +201,23 @@ def test_a_killed_server_leaves_nothing_and_the_port_is_free_at_once(run_dirs: P
         _assert_nothing_left(run_dirs, [*children.values()])
         with ServerProcess(run_dirs, [*flags, "--port", str(port)]) as again, again.ready().client() as client:
             assert client.get("/health").status_code == 200
+
+
+def test_a_server_without_standard_files_serves_and_ends(run_dirs: Path, flags: list[str]) -> None:
+    """A socket that got the number of one of them would end the process when it is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", *FAKE_SERVER, *flags]
+    with subprocess.Popen([*command, "--port", str(port)], env=environment(run_dirs)) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            assert _is_ready(url)
+            body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+            assert httpx.post(f"{url}/generate", json=body).json()["text"] == text_of(2)
+            server.terminate()
+            assert server.wait(PATIENCE_S) == 0
+        finally:
+            server.kill()
 
 
 def test_endless_headers_are_refused(run_dirs: Path, flags: list[str]) -> None:
