@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import TYPE_CHECKING
@@ -32,6 +33,10 @@ _OF_ONE_HTTP_PROCESS = (
 
 def check_settings(args: ServerArgs) -> None:
     """Raises ValueError that names the flag, the given value and the allowed ones."""
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:  # messages have no larger ones
+            raise ValueError(f"{flag_name(field.name)} must be in [-2**63, 2**63), got {value}")
     for name in (
         "context_length",
         "stream_interval",
@@ -55,9 +60,8 @@ def check_settings(args: ServerArgs) -> None:
         value = getattr(args, name)
         least = num_pages * (args.page_size or 1)
         if value is not None and value < least:
-            raise ValueError(
-                f"{flag_name(name)} must be at least {least} with --page-size {args.page_size}, got {value}"
-            )
+            pages = "" if args.page_size is None else f" with --page-size {args.page_size}"
+            raise ValueError(f"{flag_name(name)} must be at least {least}{pages}, got {value}")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be in [0, 65535], got {args.port}")
     if args.api_key is not None:

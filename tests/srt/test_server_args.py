@@ -17,6 +17,13 @@ from tercet.srt.server_args import ServerArgs
         ({"max_itl_ms": "fast"}, "--max-itl-ms must be float, auto or none, got 'fast'"),
         ({"enable_metrics": "yes"}, "--enable-metrics must be true or false, got 'yes'"),
         ({"context_length": "long"}, "--context-length must be int or null, got 'long'"),
+        ({"max_total_tokens": 1}, "--max-total-tokens must be at least 2, got 1"),
+        (
+            {"max_total_tokens": 31, "page_size": 16},
+            "--max-total-tokens must be at least 32 with --page-size 16, got 31",
+        ),
+        ({"random_seed": 2**63}, "--random-seed must be in [-2**63, 2**63), got 9223372036854775808"),
+        ({"stream_interval": 10**30}, "--stream-interval must be in [-2**63, 2**63), got 1000000"),
         ({"prot": 30000}, "unknown setting prot; did you mean port?"),
         ({"zzz": 1}, "unknown setting zzz; docs/server_args.md lists all"),
         ({"kv_events_config": '{"publisher": "kafka"}'}, '"publisher" is "zmq" or "null"'),
