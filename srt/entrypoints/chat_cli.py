@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -34,7 +36,12 @@ def chat(
     The code is 1 when neither a server nor a model is found, or when a question from a pipe got no answer.
     """
     log.configure("chat", "warning")
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # bytes and characters outside its encoding must not end the chat
+            stream.reconfigure(errors="replace")
     try:
+        if temperature is not None and not math.isfinite(temperature):  # JSON has no such number
+            raise ValueError(f"--temperature must be a finite number, got {temperature}")
         partner = choose_partner(model, base_url, (api_key or env.api_key() or "").strip() or None)
     except (ChatError, TercetError, ValueError, OSError) as error:
         sys.stderr.write(f"tercet chat: {error}\n")

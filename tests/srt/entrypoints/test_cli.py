@@ -324,6 +324,8 @@ def test_nobody_there(unused_url: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"{unused_url} does not answer" in capsys.readouterr().err
     assert main(["chat", "--base-url", "ftp://x"]) == 1
     assert main(["chat", "MODEL", "--base-url", unused_url]) == 1
+    assert main(["chat", "--base-url", unused_url, "--temperature", "nan"]) == 1
+    assert "--temperature must be a finite number, got nan" in capsys.readouterr().err
     monkeypatch.setattr(chat_cli, "_DEFAULT_BASE_URL", unused_url)
     monkeypatch.setattr(default_model, "_PACKAGE", "no_such_package")
     assert main(["chat"]) == 1
