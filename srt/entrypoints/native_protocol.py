@@ -25,7 +25,11 @@ class NativeSampling(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True
         ),
     ] = UNSET
     min_new_tokens: Annotated[
-        Int64 | None, doc("Minimum number of new tokens; no EOS or stop token is sampled before, default 0")
+        Int64 | None,
+        doc(
+            "Minimum number of new tokens, default 0: no EOS or stop token is sampled before; a stop string or a "
+            "pattern may still end the output"
+        ),
     ] = None
     stop: Annotated[str | list[str] | None, doc("Stop strings: texts that end the output, at most 32")] = None
     stop_regex: Annotated[

@@ -68,7 +68,11 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     min_p: Annotated[float | None, doc("In [0, 1]")] = None
     repetition_penalty: Annotated[float | None, doc("In (0, 2]")] = None
     min_tokens: Annotated[
-        Int64 | None, doc("Minimum number of new tokens; no EOS or stop token is sampled before, default 0")
+        Int64 | None,
+        doc(
+            "Minimum number of new tokens, default 0: no EOS or stop token is sampled before; a stop string or a "
+            "pattern may still end the output"
+        ),
     ] = None
     stop_regex: Annotated[
         str | list[str] | None, doc("Regular expressions that end the output where they match, at most 32")
