@@ -125,6 +125,8 @@ class BodyCodec(Generic[T]):
         except UnicodeDecodeError:
             raise InvalidRequest("the body is not valid UTF-8") from None
         except msgspec.DecodeError as error:
+            if not body.strip():
+                raise InvalidRequest("the body is empty; a JSON object is required") from None
             reason = str(error).removeprefix("JSON is malformed: ")
             raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
         except RecursionError:

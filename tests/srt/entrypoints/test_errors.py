@@ -37,7 +37,7 @@ def test_a_method_that_is_not_allowed(site: Site, method: str, path: str) -> Non
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"", "not valid JSON"),
+        (b"", "the body is empty"),
         (b"{", "not valid JSON"),
         (b"\x00\xff", "not valid JSON"),
         (b'{"text": "\xff"}', "not valid UTF-8"),
