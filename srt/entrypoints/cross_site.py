@@ -102,7 +102,7 @@ def cors_settings(allowed_origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": list(allowed_origins),
         "allow_methods": ["GET", "POST", "PUT"],
         "allow_headers": ["*"],
-        "expose_headers": ["Retry-After", "x-stream-id", *LIMIT_HEADERS],
+        "expose_headers": ["Retry-After", "x-request-id", "x-stream-id", *LIMIT_HEADERS],
     }
 
 

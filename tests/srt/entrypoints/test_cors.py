@@ -44,6 +44,14 @@ def test_an_allowed_page_may_send_and_read(open_site: Site) -> None:
             assert "access-control-allow-credentials" not in answer.headers
 
 
+def test_an_allowed_page_may_read_every_header_of_an_answer() -> None:
+    for site in site_for({"allowed_origins": PAGE, "requests_per_minute_per_key": 9, "resume_grace": 5.0}):
+        answer = site.post("/generate", {**BODY, "stream": True}, headers={"origin": PAGE})
+        ours = {name for name in answer.headers if name.startswith("x-")} - {"x-accel-buffering"}  # of proxies
+        assert {"x-request-id", "x-stream-id", "x-ratelimit-limit-requests"} <= ours
+        assert ours <= set(answer.headers["access-control-expose-headers"].split(", "))
+
+
 def test_another_page_may_not(keyed: Site) -> None:
     site = Site(allowed_origins=PAGE)
     headers = {"origin": "https://evil.example"}
