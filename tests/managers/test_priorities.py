@@ -150,6 +150,39 @@ def test_with_one_preempted_request_less_there_would_be_no_room(page_size: int) 
     assert seen == {0, 1, 2}
 
 
+def test_nobody_is_preempted_while_an_equally_urgent_prompt_is_in_chunks() -> None:
+    """The preempted row would stay empty, because the waiting prompt may not start beside the other one."""
+    rig = Rig(pool_size=2048, max_running=2, context_len=1024, preemption_threshold=0, overlap=False)
+    rig.add("low", [1] * 9, max_new_tokens=100)
+    rig.turn()
+    for index in range(2):
+        rig.add(f"high{index}", [2 + index] * 500, priority=1, max_new_tokens=1)
+        rig.turn()
+    assert [req.rid for req in rig.scheduler.queues.unfinished] == ["high0"]
+    rig.run()
+    assert rig.planner.num_retractions == 0
+
+
+@pytest.mark.parametrize(
+    ("watermark", "num_cached", "is_preempted"), [(0.0, 0, False), (0.3, 0, True), (0.0, 30, False)]
+)
+def test_a_preemption_counts_the_watermark_and_the_cached_prefix(
+    watermark: float, num_cached: int, is_preempted: bool
+) -> None:
+    """30 of 100 tokens run. The urgent prompt has 40, of which some are cached."""
+    rig = Rig(pool_size=100, watermark=watermark, preemption_threshold=0, overlap=False)
+    if num_cached:
+        rig.add("seed", [5] * num_cached, max_new_tokens=1)
+        rig.run()
+    rig.add("low", [1] * 30, max_new_tokens=8)
+    rig.turn()
+    rig.add("high", [5] * 40, priority=1, max_new_tokens=1)
+    rig.turn()
+    assert rig.planner.num_retractions == is_preempted
+    assert rig.scheduler.queues.find("high") is None or rig.scheduler.queues.find("high").row
+    rig.run()
+
+
 def test_decode_steps_that_nobody_needs_delay_no_preemption() -> None:
     """The only decode ends, while more decode steps are due before the next part of a prompt in chunks."""
     rig = Rig(pool_size=112, preemption_threshold=0, overlap=False, max_prefill_tokens=8, chunked_prefill_size=8)
