@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_makers import make_req
+from kv_makers import admit, make_req
 from patience import PATIENCE_S
 from random_steps.scheduler_case import WaitingBound
 from scheduler_rig import Rig
@@ -131,6 +131,42 @@ def test_a_request_waits_for_one_read_and_no_turn_longer(
     assert not fresh.kv.awaits_storage(req) and not tiers._reading and req.tiers.is_settled
     assert req.tiers.job.num_read == (5 if is_good else 0)
     settle(fresh)
+
+
+def test_a_block_that_the_pool_has_in_part_is_loaded_and_counted_in_part() -> None:
+    """A page has 4 tokens, and a block 8. The pool keeps three pages."""
+    rig = Rig(page_size=4, host_blocks=64)
+    ask(rig, "a", prompt(1, 41))
+    forget_pool(rig)
+    assert ask(rig, "b", prompt(1, 13)) == (8, 8, 0)
+    assert ask(rig, "c", prompt(1, 41)) == (40, 28, 0)
+
+
+def test_only_tokens_of_the_prompt_count_as_cached() -> None:
+    """A stream that is continued after a restart of the server begins with output."""
+    rig = Rig(page_size=4, host_blocks=64)
+    ask(rig, "a", prompt(1, 41))
+    forget_pool(rig)
+    req = make_req(prompt(1, 20), output=prompt(1, 41)[20:])
+    admit(rig.kv, req)
+    assert (req.num_tokens, req.kv_len, req.host_tokens, req.storage_tokens) == (41, 40, 20, 0)
+
+
+def test_a_read_does_not_displace_the_blocks_before_it(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 49))
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=4, storage=tmp_path)
+    ask(fresh, "b", prompt(1, 17))
+    forget_pool(fresh)
+    assert ask(fresh, "c", prompt(1, 49)) == (32, 16, 16)
+    settle(fresh)
+
+
+def test_what_a_policy_expects_follows_the_pool() -> None:
+    tiers, req = Rig(page_size=4, host_blocks=64).kv.tiers, make_req(prompt(1, 41))
+    for start in (24, 12, 40, 0):
+        assert tiers.expected_end(req, start) == start
 
 
 def test_a_request_without_files_does_not_wait(tmp_path: Path) -> None:
