@@ -55,3 +55,9 @@ def settle_copies(rig: Rig) -> None:
         jobs = tiers._storage.poll(PATIENCE_S)
         assert jobs
         tiers._collect(jobs)
+
+
+def forget_pool(rig: Rig) -> None:
+    """Makes the copies of all KV of the pool, and evicts it."""
+    settle_copies(rig)
+    rig.kv.cache.evict(512)

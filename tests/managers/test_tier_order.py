@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_makers import admit, make_req
-from patience import PATIENCE_S
 from random_steps.scheduler_case import WaitingBound
 from scheduler_rig import Rig
-from tier_asks import ask, prompt, rig_on_a_silent_disk, settle, settle_copies
+from tier_asks import ask, forget_pool, prompt, rig_on_a_silent_disk, settle, settle_copies
 
 from tercet.managers import kv_tiers
 from tercet.managers.req import Stage
@@ -25,11 +23,6 @@ from tercet.mem_cache.host_blocks import HostBlocks
 from tercet.mem_cache.kv_folder import file_name
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.pause_messages import PauseReq
-
-
-def forget_pool(rig: Rig) -> None:
-    settle_copies(rig)
-    rig.kv.cache.evict(512)
 
 
 def test_a_full_host_memory_loses_a_prefix_from_its_end() -> None:
@@ -109,30 +102,6 @@ def test_a_missing_file_is_written_anew_from_host_memory(tmp_path: Path) -> None
     assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "c", first) == (40, 0, 40)
 
 
-@pytest.mark.parametrize("is_good", [True, False])
-def test_a_request_waits_for_one_read_and_no_turn_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_good: bool
-) -> None:
-    """Whatever else the scheduler does meanwhile. If the read fails, the file may be listed again, and fail again."""
-    fresh = rig_on_a_silent_disk(tmp_path, monkeypatch, prompt(1, 41))
-    fresh.add("b", prompt(1, 41))
-    fresh.turn()
-    (req,) = fresh.scheduler.queues.waiting
-    tiers, storage = fresh.kv.tiers, fresh.kv.tiers._storage
-    assert fresh.kv.awaits_storage(req) and fresh.kv.awaits_storage(req)
-    monkeypatch.undo()
-    if not is_good:
-        monkeypatch.setattr(storage.files, "read", lambda key, target: False)
-    storage.read(req.tiers.job)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not storage._done:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    assert not fresh.kv.awaits_storage(req) and not tiers._reading and req.tiers.is_settled
-    assert req.tiers.job.num_read == (5 if is_good else 0)
-    settle(fresh)
-
-
 def test_a_block_that_the_pool_has_in_part_is_loaded_and_counted_in_part() -> None:
     """A page has 4 tokens, and a block 8. The pool keeps three pages."""
     rig = Rig(page_size=4, host_blocks=64)
@@ -152,33 +121,10 @@ def test_only_tokens_of_the_prompt_count_as_cached() -> None:
     assert (req.num_tokens, req.kv_len, req.host_tokens, req.storage_tokens) == (41, 40, 20, 0)
 
 
-def test_a_read_does_not_displace_the_blocks_before_it(tmp_path: Path) -> None:
-    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
-    ask(rig, "a", prompt(1, 49))
-    settle(rig)
-    fresh = Rig(page_size=4, host_blocks=4, storage=tmp_path)
-    ask(fresh, "b", prompt(1, 17))
-    forget_pool(fresh)
-    assert ask(fresh, "c", prompt(1, 49)) == (32, 16, 16)
-    settle(fresh)
-
-
 def test_what_a_policy_expects_follows_the_pool() -> None:
     tiers, req = Rig(page_size=4, host_blocks=64).kv.tiers, make_req(prompt(1, 41))
     for start in (24, 12, 40, 0):
         assert tiers.expected_end(req, start) == start
-
-
-def test_a_request_without_files_does_not_wait(tmp_path: Path) -> None:
-    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
-    ask(rig, "a", prompt(1, 41))
-    settle(rig)
-    req = make_req(prompt(2, 41))
-    assert not rig.kv.awaits_storage(req) and req.tiers.is_settled
-    other = make_req(prompt(1, 41))
-    rig.kv.cache.evict(512)
-    assert not rig.kv.awaits_storage(other), "host memory has it"
-    rig.kv.tiers.wait()
 
 
 def num_that_pass_a_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
