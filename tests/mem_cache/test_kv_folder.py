@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,18 +32,69 @@ from tercet.mem_cache.kv_folder import (
 def test_a_list_has_the_files_of_blocks_only(tmp_path: Path) -> None:
     key = bytes(range(32))
     capitals, spaces = f"tercet-kv-{key.hex().upper()}.kv", f"tercet-kv-{key.hex(' ')}.kv"
-    others = ("tercet-kv-.kv", "tercet-kv-00.kv", "tercet-kv-x.kv", capitals, spaces, "x.tmp", "tercet-kv-a.tmp")
+    others = (
+        "tercet-kv-.kv",
+        "tercet-kv-notes",
+        "tercet-kv-00.kv",
+        "tercet-kv-x.kv",
+        capitals,
+        spaces,
+        "x.tmp",
+        "tercet-kv-a.tmp",
+    )
     for name in (file_name(key), *others):
         (tmp_path / name).write_bytes(b"12345")
     os.utime(tmp_path / file_name(key), ns=(5, 7))
     for number in range(2):
         os.mkfifo(tmp_path / file_name(bytes([number]) * 32))
+    (tmp_path / file_name(bytes([2]) * 32)).symlink_to(tmp_path / file_name(key))
     (tmp_path / "tercet-kv-b.tmp").mkdir()
-    file, _ = open_unfinished(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    file, path = open_unfinished(tmp_path)
     with file:
         file.write(b"1234567")
         found = list_folder(tmp_path)
+        assert {one.name for one in tmp_path.iterdir()} == names - {"tercet-kv-a.tmp"} | {Path(path).name}
     assert found.files == [(7, 5, key)] and found.num_bytes == 12
+
+
+def test_a_file_that_goes_while_the_folder_is_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, scandir = [tmp_path / file_name(bytes([number]) * 32) for number in range(2)], os.scandir
+    for path in paths:
+        path.write_bytes(b"1")
+
+    @contextlib.contextmanager
+    def scan_early(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with scandir(folder) as entries:
+            found = list(entries)
+        paths[0].unlink()
+        yield found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_folder.os, "scandir", scan_early)
+        assert [file.key for file in list_folder(tmp_path).files] == [bytes([1]) * 32]
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    """Not even one for each look at the folder."""
+
+    def next_descriptors() -> list[int]:
+        found = [os.dup(file.fileno()) for _ in range(8)]
+        for descriptor in found:
+            os.close(descriptor)
+        return found
+
+    file, _ = open_unfinished(tmp_path)
+    with file:
+        (tmp_path / "tercet-kv-a.tmp").write_bytes(b"1")
+        os.mkfifo(tmp_path / "pipe")
+        before = next_descriptors()
+        list_folder(tmp_path)
+        with contextlib.suppress(OSError):
+            open_file(tmp_path / "pipe")
+        assert next_descriptors() == before
 
 
 def test_an_unfinished_file_goes_with_its_writer(tmp_path: Path) -> None:
