@@ -19,6 +19,7 @@ from tier_asks import settle_copies
 from tier_reader import TierReader
 
 from tercet.mem_cache import kv_storage, tier_events
+from tercet.mem_cache.block_events import hash_pages
 from tercet.mem_cache.block_keys import BlockContent, BlockKeys
 from tercet.mem_cache.tier_events import TierEvents
 from tercet.srt.kv_events import BlockStored, EventBatch, KVEvent
@@ -229,6 +230,35 @@ def test_a_request_makes_a_file_known_of_which_nothing_before_it_is() -> None:
     assert known.found[2].parent_block_hash == known.found[1].block_hashes[-1]
 
 
+@given(st.permutations(range(6)), st.lists(st.sampled_from(["saved", "used", "read", "file"]), min_size=6, max_size=6))
+def test_a_page_has_the_same_hash_however_its_block_is_found(order: list[int], ways: list[str]) -> None:
+    """A block has three pages. The blocks before it are known, in part, or not at all."""
+    ids, keys = IDS[: 6 * 6], BlockKeys(b"fake", "me", 6)
+    keys.cover(ids)
+    hashes = hash_pages(ids.tobytes(), 2, "me", None)
+    found: list[KVEvent] = []
+    events = TierEvents(2, 6, b"fake", found.append)
+    for index, way in zip(order, ways, strict=True):
+        if way == "file":
+            events.on_file(keys.keys[index], keys.content(ids, index))
+        elif way == "read":
+            events.on_read_begins(keys.keys, index, ids, "me")
+            events.on_read(keys.keys[index], is_kept=True)
+        else:
+            (events.on_saved if way == "saved" else events.on_used_file)(keys.keys, index, ids, "me")
+    for event in found:
+        assert isinstance(event, BlockStored) and len(event.block_hashes) == 3
+        start = hashes.index(event.block_hashes[0])
+        assert start % 3 == 0 and event.block_hashes == hashes[start : start + 3]
+        assert event.parent_block_hash == (hashes[start - 1] if start else None)
+        assert event.token_ids == ids[2 * start : 2 * start + 6].tolist()
+    assert not events._parents.keys() & events._blocks.keys(), "no block that is known is an orphan"
+    for index in range(6):
+        events.on_used_file(keys.keys, index, ids, "me")
+    assert len(found) == 6 + sum(way in ("saved", "read") for way in ways)
+    assert not events._orphans and not events._parents and not events._reading
+
+
 def test_two_blocks_may_share_their_first_page() -> None:
     known = Known()
     ids = [IDS[:BLOCK], np.concatenate([IDS[:PAGE], IDS[:PAGE]])]
@@ -242,6 +272,19 @@ def test_two_blocks_may_share_their_first_page() -> None:
         known.events.on_dropped(keys[index][0])
         known.prefix_lens(HOST)
         assert known.reader.prefixes_in(HOST) == set(left)
+
+
+def test_two_namespaces_may_have_the_same_salt_and_hashes() -> None:
+    known = Known()
+    namespaces = ("\ud800", "\ufffd" * 3)
+    keys = [BlockKeys(b"fake", one, BLOCK).cover(IDS[:BLOCK]) for one in namespaces]
+    for one, namespace in zip(keys, namespaces, strict=True):
+        known.events.on_saved(one, 0, IDS, namespace)
+    (stored,) = known.found
+    known.events.on_dropped(keys[0][0])
+    assert known.found == [stored], "the other one is still there"
+    known.events.on_dropped(keys[1][0])
+    assert known.prefix_lens(HOST) == []
 
 
 def test_a_long_prompt_in_files_is_reported_at_once_when_its_start_is_found() -> None:
