@@ -242,6 +242,11 @@ def test_token_ids(site: Site) -> None:
         ({"messages": HI, "chat_template": "{{ 7 * 7 }}"}, "chat_template", "a request cannot supply a chat template"),
         ({"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "must not contain self"),
         ({"messages": HI, "chat_template_kwargs": {"continue_final_message": 1}}, "chat_template_kwargs", "must not"),
+        (
+            {"messages": HI, "chat_template_kwargs": {"tools": 1, "add_generation_prompt": 1}},
+            "chat_template_kwargs",
+            "must not contain add_generation_prompt, tools",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 240}]}, "messages", "at most 255 fit"),
         ({"messages": HI * 10_001}, "messages", "1 to 10000 messages, got 10001"),
         ({"messages": HI * 10_000}, "messages", "maximum context length"),
