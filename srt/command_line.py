@@ -143,13 +143,19 @@ def parse_args(argv: Sequence[str]) -> ServerArgs:
 
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must contain a YAML mapping of settings, got {type(content).__name__}")
+    names = [str(key.value).replace("-", "_") for key, _ in root.value]
+    for name in names:
+        if names.count(name) > 1:  # YAML itself takes the last one
+            raise ValueError(f"--config {path} has the setting {name} {names.count(name)} times")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 

@@ -72,6 +72,19 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
 
 
 @pytest.mark.parametrize(
+    "text", ["port: 7\nport: 7\n", "page-size: 16\nport: 7\npage_size: 32\n", '{"port": 7, port: 8}']
+)
+def test_a_setting_that_a_config_file_has_twice_is_refused(
+    served: list[ServerArgs], capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    assert _exit_code(["serve", "A", "--config", str(config)]) == 2
+    assert f"has the setting {'page_size' if 'page' in text else 'port'} 2 times" in capsys.readouterr().err
+    assert served == []
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["A", "--model-path", "B"], "two different models are given: A and --model-path B"),
