@@ -6,6 +6,7 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -67,7 +68,11 @@ class LocalEngine:
     """
 
     def __init__(
-        self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **settings: Any
+        self,
+        model_path: str | PathLike[str] | None = None,
+        *,
+        server_args: ServerArgs | None = None,
+        **settings: Any,
     ) -> None:
         refused = {
             **http_settings(),

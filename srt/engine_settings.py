@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from .settings.checks import check_tokenizer_settings
 
 
 def engine_settings(
-    model_path: str | None,
+    model_path: str | os.PathLike[str] | None,
     server_args: ServerArgs | None,
     settings: Mapping[str, Any],
     *,
@@ -19,6 +20,7 @@ def engine_settings(
 ) -> ServerArgs:
     """Return `server_args`, or make them of `model_path` and `settings`. Without both: the default model.
 
+    A path may be a text or an `os.PathLike`.
     `refused`: setting -> its owner, for settings that this engine does not accept. Raises ValueError.
     """
     if server_args is not None:
@@ -28,7 +30,10 @@ def engine_settings(
     for name in sorted(set(settings) & refused.keys()):
         raise ValueError(f"{name} is a setting of {refused[name]}; this engine does not accept it")
     model = default_model_settings() if model_path is None else {"model_path": model_path}
-    made = ServerArgs.from_dict({**model, **settings})
+    values = {**model, **settings}
+    made = ServerArgs.from_dict(
+        {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+    )
     check_tokenizer_settings(made)
     return made
 

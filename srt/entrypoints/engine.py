@@ -54,7 +54,11 @@ class Engine:
     """The module that a child process runs; tests replace it."""
 
     def __init__(
-        self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **settings: Any
+        self,
+        model_path: str | PathLike[str] | None = None,
+        *,
+        server_args: ServerArgs | None = None,
+        **settings: Any,
     ) -> None:
         if server_args is None:
             settings.setdefault("log_level", "warning")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tercet.srt.engine_settings import engine_settings
@@ -45,3 +47,8 @@ def test_an_error_shows_no_key() -> None:
 def test_an_engine_without_a_tokenizer_has_no_settings_of_one() -> None:
     with pytest.raises(ValueError, match="--tokenizer-path has no effect with --skip-tokenizer-init"):
         engine_settings("A", None, {"skip_tokenizer_init": True, "tokenizer_path": "B"}, refused={})
+
+
+def test_paths_of_an_engine_may_be_path_objects() -> None:
+    made = engine_settings(Path("A"), None, {"tokenizer_path": Path("B/C"), "page_size": 16}, refused={})
+    assert (made.model_path, made.tokenizer_path, made.page_size) == ("A", "B/C", 16)
