@@ -18,7 +18,7 @@ class Pass:
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.page = page = draw(st.sampled_from([1, 4, 16]))
-        self.kv = make_kv(page, draw(st.sampled_from([160, 320, 1600])))
+        self.kv = make_kv(page, draw(st.sampled_from([160, 320, 960])))
         self.max_tokens, self.chunk_size = draw(st.integers(page, 100)), draw(st.integers(page, 100))
         self.expected = draw(st.sampled_from([0, 20]))
         self._arrivals = iter(range(100))
@@ -30,8 +30,13 @@ class Pass:
         for req in self.unfinished:
             most = (req.num_tokens - 1) // page
             self._compute(req, max(most - draw(st.integers(0, 100 // page)), 1) * page)
+        self.others = []  # that run, but do not join the step
+        num_full = self.kv.num_available // page - draw(st.sampled_from([0, 1, 2, 4, 8, 1000]))
+        if num_full > 0:
+            self.others.append(make_req([100] * num_full * page, 100))
+            self._compute(self.others[0], num_full * page)
         self.starts = {req: req.kv_len for req in (*self.unfinished, *self.waiting)}
-        self.is_empty = not self.decodes and not self.unfinished
+        self.is_empty = not self.decodes and not self.unfinished and not self.others
         self.adder = PrefillAdder(
             self.kv,
             joining=self.decodes,
@@ -42,7 +47,8 @@ class Pass:
             engine_empty=self.is_empty,
         )
         assume(self.adder.num_left >= 0)  # otherwise there is no pass
-        self.extends = self.adder.fill(self.waiting)
+        self.due = draw(st.sampled_from([None, *self.unfinished]))
+        self.extends = self.adder.fill(self.waiting, due=self.due)
         self.lens = {extend.req: extend.end - extend.start for extend in self.extends}
         self.admitted = [req for req in self.waiting if req in self.lens]
         self.ending = [extend.req for extend in self.extends if extend.is_last_chunk]
@@ -64,16 +70,16 @@ class Pass:
         return req.num_tokens - self.starts[req]
 
     def check_limits(self) -> None:
-        assert len(self.lens) == len(self.extends)
+        assert len(self.lens) == len(self.extends) <= len(self.ending) + 1
         assert sum(self.lens.values()) <= self.max_tokens
         assert all(0 < length <= self.chunk_size for length in self.lens.values())
-        (length, *others) = [self.lens[req] for req in self.lens if req not in self.ending] or [0]
+        (length, *others) = [self.lens[req] for req in self.lens if req not in (*self.ending, self.due)] or [0]
         num_ending = sum(self.lens[req] for req in self.ending)
         assert not others and (not num_ending or length <= max(num_ending // CHUNK_SHARE, self.page))
 
     def check_use(self) -> None:
         """A prompt in chunks never waits without a reason: alone, it gets all that the step may have."""
-        if not self.unfinished or self.ending or len(self.extends) > 1:
+        if not self.unfinished or self.due is not None or self.ending or len(self.extends) > 1:
             return
         first = min(self.unfinished, key=lambda req: (-req.urgency, self.rest(req), req.place))
         room = min(self.max_tokens, self.chunk_size)
@@ -95,7 +101,7 @@ class Pass:
                     assert other.urgency < req.urgency or (other.urgency == req.urgency and is_longer)
         num_left = self.max_tokens - sum(self.lens.values())
         for req in self.unfinished:
-            if req in self.ending or self.rest(req) > self.chunk_size:
+            if req in (*self.ending, self.due) or self.rest(req) > self.chunk_size:
                 continue
             for other in self.admitted:
                 if other.urgency <= req.urgency and self.lens[other] == other.num_tokens >= self.rest(req):
@@ -113,7 +119,7 @@ class Pass:
         reserved = sum(self.kv.growth(req.kv_len, req.num_tokens) + expected_growth(req) for req in live)
         if self.admitted and not (self.is_empty and len(self.admitted) == 1):
             assert num_left - reserved > self.expected
-        self.kv.audit([*self.decodes, *live])
+        self.kv.audit([*self.decodes, *self.others, *live])
 
 
 @settings(deadline=None, max_examples=200)
