@@ -168,6 +168,21 @@ def test_the_bytes_of_an_event() -> None:
     ]
 
 
+def test_an_event_names_no_salt_and_no_session_that_is_not_there() -> None:
+    """Readers would take an empty salt for one."""
+    cache, allocator = make(2)
+    watched = Watched(cache)
+    put(cache, allocator, [1, 2])
+    put(cache, allocator, [1, 2, 3, 4], "me")
+    put(cache, allocator, [1, 2, 3, 4, 5, 6], "me")
+    payload = msgspec.msgpack.encode(EventBatch(2.0, watched.events.take()))
+    plain, first, later = msgspec.msgpack.decode(payload)[1]
+    assert not {"cache_salt", "extra_keys", "session_id"} & plain.keys()
+    assert first["extra_keys"] == [["me"], None] and "extra_keys" not in later and later["cache_salt"] == "me"
+    cache.reset()
+    assert not watched.events._edges
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_an_edge_that_is_cut_twice_loses_its_blocks_one_by_one(page_size: int) -> None:
     cache, allocator = make(page_size)
