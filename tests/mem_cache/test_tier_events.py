@@ -277,6 +277,21 @@ def test_two_blocks_may_share_their_first_page() -> None:
         assert known.reader.prefixes_in(HOST) == set(left)
 
 
+def test_files_that_wait_for_the_same_block_wait_apart() -> None:
+    """Two prompts with the same first block: the file of one goes."""
+    known = Known()
+    ids = np.concatenate([IDS[:BLOCK], IDS[:BLOCK]])
+    fork = BlockKeys(b"fake", "me", BLOCK)
+    fork.cover(ids)
+    known.events.on_file(KEYS.keys[1], CONTENTS[1])
+    known.events.on_file(fork.keys[1], fork.content(ids, 1))
+    known.events.on_file(KEYS.keys[1], None)
+    known.events.on_file(KEYS.keys[0], CONTENTS[0])
+    assert known.prefix_lens(DISK) == [BLOCK, 2 * BLOCK]
+    assert ("me", tuple(ids.tolist())) in known.reader.prefixes_in(DISK)
+    assert not known.events._orphans and not known.events._parents
+
+
 def test_two_namespaces_may_have_the_same_salt_and_hashes() -> None:
     known = Known()
     namespaces = ("\ud800", "\ufffd" * 3)
