@@ -21,7 +21,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ _MAX_CONTENT_BYTES = 1 << 20
 _FILL_AFTER_TRIM = 0.9
 _RETRY_S = 60.0
 """How long nothing is written after a write has failed."""
+_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 _TIME_GRAIN_NS = 2_000_000_000
 """Two changes of a folder within this time may have the same modification time."""
 
@@ -96,7 +97,7 @@ class KVFiles:
                 pass
             listing = self._scan()
             if self.used_bytes > max_bytes:
-                self._trim(listing, int(max_bytes * _FILL_AFTER_TRIM))
+                self._trim(iter(in_order_of_use(listing.files)), int(max_bytes * _FILL_AFTER_TRIM))
         except OSError as error:
             raise ValueError(f"--hicache-storage-dir {folder}: {error.strerror or error}") from error
 
@@ -178,7 +179,17 @@ class KVFiles:
             used_ns = use_time_ns(0)
         try:
             self._make_room(size)
-            self._write(file_name(key), _header(key, packed, data) + packed, data, used_ns)
+            header = _header(key, packed, data) + packed
+            try:
+                self._write(file_name(key), header, data, used_ns)
+            except OSError as error:
+                if error.errno not in _IS_FULL:
+                    raise
+                # The disk has space, so it is a quota or the number of inodes that is used up.
+                oldest_first = iter(in_order_of_use(self._scan().files))
+                self._trim(oldest_first, self.used_bytes - size)
+                self._write(file_name(key), header, data, used_ns)
+                self._trim(oldest_first, int(self.used_bytes * _FILL_AFTER_TRIM))
         except OSError as error:
             self._retry_s = time.monotonic() + _RETRY_S
             if not self._has_failed:
@@ -298,15 +309,13 @@ class KVFiles:
         listing = self._scan()
         limit = self._limit()
         if num_bytes <= limit < self.used_bytes + num_bytes:
-            self._trim(listing, int(limit * _FILL_AFTER_TRIM) - num_bytes)
+            self._trim(iter(in_order_of_use(listing.files)), int(limit * _FILL_AFTER_TRIM) - num_bytes)
         if self.used_bytes + num_bytes > limit:
             raise OSError(errno.ENOSPC, "Too little space is free")
 
-    def _trim(self, listing: Listing, limit: int) -> None:
-        """Remove the least recently used files until the rest has at most `limit` bytes."""
-        for file in in_order_of_use(listing.files):
-            if self.used_bytes <= limit:
-                return
+    def _trim(self, oldest_first: Iterator[KVFile], limit: int) -> None:
+        """Take files and remove them until the rest has at most `limit` bytes."""
+        while self.used_bytes > limit and (file := next(oldest_first, None)) is not None:
             with contextlib.suppress(OSError):  # a file of another user, whose folder has the sticky bit
                 (self._folder / file_name(file.key)).unlink(missing_ok=True)
                 self._forget(file.key)

@@ -67,6 +67,40 @@ def test_a_write_that_fails_at_any_step_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("error", [errno.EDQUOT, errno.ENOSPC])
+def test_a_quota_is_kept_although_the_disk_has_space(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a quota of the user, or with too few inodes: only a write tells that no more files fit."""
+    files, rename = KVFiles(tmp_path, 1 << 20), os.replace
+
+    def rename_within_quota(source: Path, target: Path) -> None:
+        if len(list(tmp_path.glob("*.kv"))) == 4:
+            raise OSError(error, os.strerror(error))
+        rename(source, target)
+
+    monkeypatch.setattr(kv_files.os, "replace", rename_within_quota)
+    for number in range(1, 10):
+        assert files.write(key(number), CONTENT, block(number), 10**18 + number)
+    # The fifth and each second one after it: one file makes room for it, and one for the next.
+    assert files.is_writing and files.num_removed == 6 and files.used_bytes == 3 * FILE_SIZE
+    assert [number for number in range(1, 10) if read(files, number)] == [7, 8, 9]
+
+
+def test_a_full_disk_takes_at_most_one_file_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = KVFiles(tmp_path, 1 << 20)
+    for number in range(1, 5):
+        files.write(key(number), CONTENT, block(number), 10**18 + number)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_files.os, "replace", full)
+        assert not files.write(key(5), CONTENT, block(5)) and not files.is_writing
+    assert [number for number in range(1, 6) if read(files, number)] == [2, 3, 4]
+
+
 def test_after_a_failure_the_disk_is_left_alone_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(kv_files.time, "monotonic", lambda: now_s)

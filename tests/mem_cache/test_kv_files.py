@@ -92,17 +92,17 @@ def test_a_use_is_noted_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monkey
     assert next(tmp_path.iterdir()).stat().st_mtime_ns == start_ns
 
 
-def test_a_full_disk_stops_writing_for_a_while_with_one_line(
+def test_a_failing_disk_stops_writing_for_a_while_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = KVFiles(tmp_path, 1 << 20)
     files.write(key(1), CONTENT, block(1))
 
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(kv_files.os, "replace", full)
+        patch.setattr(kv_files.os, "replace", fail)
         assert not files.write(key(2), CONTENT, block(2)) and not files.is_writing
         assert not files.write(key(3), CONTENT, block(3))
         patch.setattr(kv_files, "_RETRY_S", 0.0)
@@ -110,7 +110,7 @@ def test_a_full_disk_stops_writing_for_a_while_with_one_line(
         assert files.is_writing and not files.write(key(4), CONTENT, block(4))
         assert files.is_writing and not files.write(key(5), CONTENT, block(5))
     (line,) = caplog.records
-    assert "No space left" in line.getMessage()
+    assert "Input/output error" in line.getMessage()
     assert len(list(tmp_path.iterdir())) == 1 and read(files, 1), "no half a file, and reading goes on"
     assert files.write(key(4), CONTENT, block(4)) and read(files, 4)
 
