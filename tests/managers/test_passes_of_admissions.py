@@ -82,8 +82,8 @@ class Pass:
         if not self.unfinished or self.due is not None or self.ending or len(self.extends) > 1:
             return
         first = min(self.unfinished, key=lambda req: (-req.urgency, self.rest(req), req.place))
-        room = min(self.max_tokens, self.chunk_size)
-        wanted = min(room // self.page * self.page, self.rest(first))
+        room, rest = min(self.max_tokens, self.chunk_size), self.rest(first)
+        wanted = rest if rest <= room else room // self.page * self.page
         if not self.extends:
             assert self.kv.growth(0, wanted) > self.adder.num_left
         elif self.extends[0].req is first:
