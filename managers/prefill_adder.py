@@ -188,13 +188,14 @@ class PrefillAdder:
     def _end_shorter(self, urgency: float = -inf, num_tokens: float = inf) -> None:
         """Ends the unfinished prompts that go before one of this urgency and length, as far as the step has room.
 
-        A longer prompt of higher priority does not keep a shorter one from its end, because it keeps no waiting one.
+        A prompt that is too long is skipped. So it does not delay shorter ones of lower priority.
         """
         for req in list(self._unfinished):
             if req.urgency < urgency:
                 return
-            if _rest(req) <= num_tokens:
-                self._end(req)
+            rest = _rest(req)
+            if rest <= min(num_tokens, self._chunk_size) and rest <= self._room(req, req.kv_len):
+                self._go_on(req, rest)
 
     def _go_on_with_rest(self) -> None:
         """The first unfinished prompt gets the chunk of the step. Beside others it is short, or there is none."""
@@ -207,22 +208,15 @@ class PrefillAdder:
         if room >= self._page or not self.extends:
             self._go_on(first, room)
 
-    def _end(self, req: Req) -> bool:
-        """Takes the last chunk of an unfinished prompt, if the step has room for it."""
-        rest = _rest(req)
-        return rest <= min(self._chunk_size, self._room(req, req.kv_len)) and self._go_on(req, rest)
-
-    def _go_on(self, req: Req, max_len: int) -> bool:
+    def _go_on(self, req: Req, max_len: int) -> None:
         """Takes the next chunk of an unfinished prompt: about `max_len` tokens, and at least a page if it has one.
 
-        Returns False if there is no memory for it now.
+        Takes nothing if there is no memory for it now.
         """
         length = self._cut(req, min(max(max_len, self._page), self._chunk_size))
-        if self._kv.growth(req.kv_len, req.kv_len + length) > self.num_left:
-            return False
-        self._unfinished.remove(req)
-        self._take(req, length)
-        return True
+        if self._kv.growth(req.kv_len, req.kv_len + length) <= self.num_left:
+            self._unfinished.remove(req)
+            self._take(req, length)
 
     # The step
 

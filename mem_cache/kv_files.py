@@ -62,6 +62,7 @@ _FILL_AFTER_TRIM = 0.9
 _RETRY_S = 60.0
 """How long nothing is written after a write has failed."""
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a write for which there is no space."""
 _TIME_GRAIN_NS = 2_000_000_000
 """Two changes of a folder within this time may have the same modification time."""
 
@@ -179,17 +180,7 @@ class KVFiles:
             used_ns = use_time_ns(0)
         try:
             self._make_room(size)
-            header = _header(key, packed, data) + packed
-            try:
-                self._write(file_name(key), header, data, used_ns)
-            except OSError as error:
-                if error.errno not in _IS_FULL:
-                    raise
-                # The disk has space, so it is a quota or the number of inodes that is used up.
-                oldest_first = iter(in_order_of_use(self._scan().files))
-                self._trim(oldest_first, self.used_bytes - size)
-                self._write(file_name(key), header, data, used_ns)
-                self._trim(oldest_first, int(self.used_bytes * _FILL_AFTER_TRIM))
+            self._write_within_quota(file_name(key), _header(key, packed, data) + packed, data, used_ns)
         except OSError as error:
             self._retry_s = time.monotonic() + _RETRY_S
             if not self._has_failed:
@@ -249,6 +240,18 @@ class KVFiles:
     def _note(self, key: bytes, *, is_there: bool) -> None:
         if self._changes is not None:
             self._changes.append((key, is_there))
+
+    def _write_within_quota(self, name: str, header: bytes, data: Bytes, used_ns: int) -> None:
+        """Write a file. If the disk has space but a quota or the inodes are used up, remove old files first."""
+        try:
+            self._write(name, header, data, used_ns)
+        except OSError as error:
+            if error.errno not in _IS_FULL:
+                raise
+            oldest_first = iter(in_order_of_use(self._scan().files))
+            self._trim(oldest_first, self.used_bytes - len(header) - data.nbytes)
+            self._write(name, header, data, used_ns)
+            self._trim(oldest_first, int(self.used_bytes * _FILL_AFTER_TRIM))
 
     def _write(self, name: str, header: bytes, data: Bytes, used_ns: int) -> None:
         file, unfinished = open_unfinished(self._folder)
@@ -314,7 +317,7 @@ class KVFiles:
             raise OSError(errno.ENOSPC, "Too little space is free")
 
     def _trim(self, oldest_first: Iterator[KVFile], limit: int) -> None:
-        """Take files and remove them until the rest has at most `limit` bytes."""
+        """Remove files from `oldest_first` until all files have at most `limit` bytes. It may be used again."""
         while self.used_bytes > limit and (file := next(oldest_first, None)) is not None:
             with contextlib.suppress(OSError):  # a file of another user, whose folder has the sticky bit
                 (self._folder / file_name(file.key)).unlink(missing_ok=True)

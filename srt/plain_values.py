@@ -20,7 +20,7 @@ def plain_value(value: Any) -> Any:
     try:
         # msgspec would write bytes in base64, so the request would have another text than the caller's.
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_from_array, builtin_types=_BYTES)
-    except (TypeError, NotImplementedError) as error:
+    except TypeError as error:
         raise InvalidRequest(f"a request must consist of values that JSON can represent: {error}") from error
 
 
@@ -48,5 +48,5 @@ def _from_array(value: Any) -> Any:
     """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values."""
     tolist = getattr(value, "tolist", None)
     if tolist is None:
-        raise NotImplementedError(f"{type(value).__name__} is not supported")
+        raise TypeError(f"{type(value).__name__} is not supported")
     return tolist()

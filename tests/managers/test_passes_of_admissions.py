@@ -122,7 +122,7 @@ class Pass:
         self.kv.audit([*self.decodes, *self.others, *live])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_pass_keeps_every_limit_and_lets_nobody_overtake(data: st.DataObject) -> None:
     one = Pass(data.draw)
