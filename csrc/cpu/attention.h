@@ -11,8 +11,8 @@
 
 #include "attention_plan.h"
 #include "kv_tiles.h"
-#include "thread_pool.h"
 #include "softmax_partial.h"
+#include "thread_pool.h"
 
 namespace tercet {
 
@@ -61,18 +61,18 @@ class Attention {
     std::vector<C> q, k_panels, v_panels, weights;
     std::vector<float> scores, split, total;
     std::vector<Panels> panels;
-    Tile tiles[2];
+    Tile tiles[kTilesPerSplit + 1];  // of a split, and the one after it
 
     static Scratch& with_room_for(int64_t heads, int64_t rows, int64_t width) {
       static thread_local Scratch scratch;
       scratch.grow(scratch.q, rows * width);
       scratch.grow(scratch.k_panels, heads * kTile * width);
-      scratch.grow(scratch.v_panels, heads * kTile * width);
-      scratch.grow(scratch.weights, rows * kTile);
+      scratch.grow(scratch.v_panels, heads * kSplit * width);
+      scratch.grow(scratch.weights, rows * kSplit);
       scratch.grow(scratch.scores, rows * kTile);
       scratch.grow(scratch.split, padded_rows(rows) * (width + 2));
       scratch.grow(scratch.total, padded_rows(rows) * (width + 2));
-      scratch.grow(scratch.panels, heads);
+      scratch.grow(scratch.panels, heads * kTilesPerSplit);
       return scratch;
     }
 
@@ -115,6 +115,17 @@ class Attention {
     pool.run(last + 1, [&](int64_t i) { attend(tasks[i], tasks[std::min(i + threads, last)]); });
   }
 
+  /// A split of a task while it is computed.
+  struct Split {
+    const Task& task;
+    Scratch& scratch;
+    Partial result;
+    int64_t num_tiles;
+    int64_t tiles_at_once;   // whose keys are multiplied first, and then their values
+    Range weighed = {0, 0};  // tiles whose weights are computed and whose values are not yet added to acc
+    bool is_empty = true;    // nothing is in acc yet, not even zeros
+  };
+
   /// Attends to the keys of a task. If its queries have saved splits, the result of each split is saved for
   /// `merge_splits`. Otherwise the task has all splits of its queries, merges them and writes the output.
   void attend(const Task& task, const Task& next_task) const {
@@ -123,59 +134,51 @@ class Attention {
     Scratch& s = Scratch::with_room_for(heads, rows, width_);
     for (int64_t head = 0; head < heads; ++head)
       gather_queries(task, task.kv_heads.from + head, s.q.data() + head * rows_per_head(task) * width_);
-    Tile *tile = &s.tiles[0], *next = &s.tiles[1];
-    reader_.find(task, task.keys.from, *tile);
     const Partial total = partial(s.total, rows);
     for (int64_t from = task.keys.from, end; from < task.keys.end; from = end) {
-      const int64_t split = from / kSplit;
-      end = std::min((split + 1) * kSplit, task.keys.end);
+      end = std::min((from / kSplit + 1) * kSplit, task.keys.end);
       const bool first = save || from == task.keys.from;
-      const Partial result = first ? total : partial(s.split, rows);
-      begin_split(task, from, result);
-      for (; from < end; from += kTile, std::swap(tile, next)) {
-        from + kTile < task.keys.end ? reader_.find(task, from + kTile, *next)
-                                     : reader_.find(next_task, next_task.keys.from, *next);
-        attend_tile(task, *tile, *next, s, result);
-      }
+      const int64_t tiles = ceil_div(end - from, kTile);
+      // With several pieces of rows, acc is loaded and stored once for all tiles. Few rows do as well tile by tile, in the
+      // order of the memory.
+      const int64_t at_once = rows_per_head(task) > kMaxRows ? tiles : 1;
+      Split split{task, s, first ? total : partial(s.split, rows), tiles, at_once};
+      begin_split(split, from);
+      attend_split(split, from, end < task.keys.end ? task : next_task, end < task.keys.end ? end : next_task.keys.from);
       if (save)
-        save_split(task, split, result);
+        save_split(task, from / kSplit, split.result);
       else if (!first)
-        merge(total, result, rows, width_);
+        merge(total, split.result, rows, width_);
     }
     if (!save) write_output(task.queries, task.kv_heads, total);
   }
 
-  /// Attends to a tile. One softmax has the rows of all heads, because a head alone has few of them.
-  void attend_tile(const Task& task, const Tile& tile, const Tile& next, Scratch& s, Partial result) const {
-    const int64_t heads = task.kv_heads.size(), rows = rows_per_head(task), panel_size = kTile * width_;
-    for (int64_t head = 0; head < heads; ++head) {
-      s.panels[head] = reader_.panels(
-          tile,
-          next,
-          task.kv_heads.from + head,
-          s.k_panels.data() + head * panel_size,
-          s.v_panels.data() + head * panel_size);
-      const int64_t first = head * rows;
-      compute_scores(s.q.data() + first * width_, rows, tile.num_keys, s.panels[head], s.scores.data() + first * kTile);
-    }
-    compute_weights(task, tile, s, result);
-    for (int64_t head = 0; head < heads; ++head) {
-      const int64_t first = head * rows;
-      add_values(s.weights.data() + first * kTile, rows, tile.num_keys, s.panels[head], result.acc + first * width_);
+  /// Attends to the tiles of a split, from position `from` on. After them, this thread will probably attend to the tile
+  /// at `next_from` of `next_task`.
+  void attend_split(Split& split, int64_t from, const Task& next_task, int64_t next_from) const {
+    Scratch& s = split.scratch;
+    for (int64_t t = 0; t < split.num_tiles; ++t) reader_.find(split.task, from + t * kTile, s.tiles[t]);
+    reader_.find(next_task, next_from, s.tiles[split.num_tiles]);
+    for (int64_t t = 0; t < split.num_tiles; ++t) {
+      compute_scores(split, t);
+      compute_weights(split, t);
+      split.weighed.end = t + 1;
+      if ((t + 1) % split.tiles_at_once == 0) add_values(split);
     }
   }
 
   /// Sets the result that a split starts with: nothing, or what shared tasks saved of the same split.
-  void begin_split(const Task& task, int64_t from, Partial into) const {
-    const int64_t rows = num_rows(task), padded = padded_rows(rows);
+  void begin_split(Split& split, int64_t from) const {
+    const Task& task = split.task;
+    const Partial into = split.result;
+    const int64_t padded = padded_rows(num_rows(task));
     std::fill_n(into.m, padded, kNoScore);
     std::fill_n(into.l, padded, 0.f);
     const Query& query = plan_.queries[task.queries.from];
-    if (from % kSplit > 0 && from == query.shared)
-      for (int64_t head = 0; head < task.kv_heads.size(); ++head)
-        copy_rows(saved(query, from / kSplit, task.kv_heads.from + head), 0, into, head * group_);
-    else
-      std::fill_n(into.acc, rows * width_, 0.f);
+    if (from % kSplit == 0 || from != query.shared) return;
+    for (int64_t head = 0; head < task.kv_heads.size(); ++head)
+      copy_rows(saved(query, from / kSplit, task.kv_heads.from + head), 0, into, head * group_);
+    split.is_empty = false;
   }
 
   void save_split(const Task& task, int64_t split, Partial result) const {
@@ -222,12 +225,27 @@ class Attention {
     if (head_dim_ < width_) std::fill(to + head_dim_, to + width_, C(0.f));
   }
 
-  /// scores [rows, kTile] = q k'
-  void compute_scores(const C* q, int64_t rows, int64_t keys, const Panels& panels, float* scores) const {
-    for (int64_t i = 0; i < keys; i += kPanel)
-      for_each_piece(rows, [&](int64_t first, auto count) {
-        multiply_keys<count>(q + first * width_, panels.k[i / kPanel], first == 0, scores + first * kTile + i);
-      });
+  /// scores [rows, kTile] = q k' of tile `t` of a split
+  void compute_scores(const Split& split, int64_t t) const {
+    const Task& task = split.task;
+    Scratch& s = split.scratch;
+    const int64_t rows = rows_per_head(task), tile_size = kTile * width_, at = t % split.tiles_at_once;
+    for (int64_t head = 0; head < task.kv_heads.size(); ++head) {
+      Panels& panels = s.panels[head * kTilesPerSplit + t];
+      panels = reader_.panels(
+          s.tiles + t - at,
+          at,
+          split.tiles_at_once,
+          task.kv_heads.from + head,
+          s.k_panels.data() + head * tile_size,
+          s.v_panels.data() + (head * kTilesPerSplit + t) * tile_size);
+      const C* q = s.q.data() + head * rows * width_;
+      float* scores = s.scores.data() + head * rows * kTile;
+      for (int64_t i = 0; i < s.tiles[t].num_keys; i += kPanel)
+        for_each_piece(rows, [&](int64_t first, auto count) {
+          multiply_keys<count>(q + first * width_, panels.k[i / kPanel], first == 0, scores + first * kTile + i);
+        });
+    }
   }
 
   /// The scores of kRows rows with a panel of keys.
@@ -244,59 +262,44 @@ class Attention {
     });
   }
 
-  /// weights [rows, kTile] = exp(scale * score - m). Before that it raises m where a score of this tile exceeds it by
-  /// more than kSlack, and scales l and acc to the new m.
-  void compute_weights(const Task& task, const Tile& tile, Scratch& s, Partial into) const {
+  /// The weights of tile `t` of a split [rows, kTile] = exp(scale * score - m). Before that it raises m where a score of
+  /// this tile exceeds it by more than kSlack, and scales l and acc to the new m. One softmax has the rows of all heads,
+  /// because a head alone has few of them.
+  void compute_weights(Split& split, int64_t t) const {
+    const Task& task = split.task;
+    const Tile& tile = split.scratch.tiles[t];
     const int64_t rows = num_rows(task), panels = ceil_div(tile.num_keys, kPanel);
+    float* scores = split.scratch.scores.data();
     for (int64_t head = 0; head < task.kv_heads.size(); ++head)
-      mask_scores(task, tile, panels * kPanel, s.scores.data() + head * rows_per_head(task) * kTile);
+      mask_scores(task, tile, panels * kPanel, scores + head * rows_per_head(task) * kTile);
+    C* weights = split.scratch.weights.data() + t * rows * kTile;
     // It takes as many rows at once as a vector has lanes, so their m and l are a vector each.
     for_each_piece<kTile / kPanel>(panels, [&](int64_t, auto panels) {
       for (int64_t first = 0; first < rows; first += kLanes)
-        weigh_rows<panels>(first, std::min(kLanes, rows - first), s, into);
+        weigh_rows<panels>(
+            split, first, std::min(kLanes, rows - first), scores + first * kTile, weights + first * kTile);
     });
   }
 
   /// The same for `count` rows from `first` on, with keys in kPanels panels. `count` is at most kLanes.
   template <int kPanels>
-  void weigh_rows(int64_t first, int64_t count, Scratch& s, Partial into) const {
-    constexpr int kVectors = 2 * kPanels;
-    const float* scores = s.scores.data() + first * kTile;
-    C* weights = s.weights.data() + first * kTile;
-    const Vec scale(in_.scale);
-    Floats row_vectors[kLanes];
-    for (int64_t r = 0; r < count; ++r) {
-      Vec largest = Vec::loadu(scores + r * kTile);
-      unrolled<kVectors - 1>([&](auto i) {
-        largest = at::vec::clamp_min(Vec::loadu(scores + r * kTile + (i + 1) * kLanes), largest);
-      });
-      row_vectors[r] = to_floats(largest);
-    }
-    std::fill(row_vectors + count, row_vectors + kLanes, Floats{});
-    const Vec largest = reduce_each(row_vectors, [](Vec a, Vec b) { return at::vec::clamp_min(a, b); }) * scale;
+  void weigh_rows(Split& split, int64_t first, int64_t count, const float* scores, C* weights) const {
+    const Partial into = split.result;
+    const Vec largest = largest_scores<kPanels>(scores, count) * Vec(in_.scale);
     const Vec old_m = Vec::loadu(into.m + first), limit = old_m + Vec(kSlack);
-    if (!all_at_most(largest, limit)) raise(first, count, Vec::blendv(old_m, largest, largest > limit), into);
-    for (int64_t r = 0; r < count; ++r) {
-      const Vec m(into.m[first + r]);
-      Vec sum(0.f);
-      unrolled<kPanels>([&](auto i) {
-        const auto weight = [&](int64_t at) {
-          return exp_for<C>(at::vec::fmsub(Vec::loadu(scores + r * kTile + at), scale, m));
-        };
-        const FloatPair pair{weight(i * kPanel), weight(i * kPanel + kLanes)};
-        sum = sum + (pair.left + pair.right);
-        store_pair(weights + r * kTile + i * kPanel, pair);
-      });
-      row_vectors[r] = to_floats(sum);
-    }
-    (Vec::loadu(into.l + first) + reduce_each(row_vectors, [](Vec a, Vec b) { return a + b; })).store(into.l + first);
+    if (!all_at_most(largest, limit)) raise(split, first, count, Vec::blendv(old_m, largest, largest > limit));
+    const Vec sums = write_weights<kPanels>(scores, count, in_.scale, into.m + first, weights);
+    (Vec::loadu(into.l + first) + sums).store(into.l + first);
   }
 
   /// Sets m of `count` rows from `first` on, and scales l and acc to it.
-  void raise(int64_t first, int64_t count, Vec m, Partial into) const {
+  void raise(Split& split, int64_t first, int64_t count, Vec m) const {
+    const Partial into = split.result;
     const Vec rescale = accurate_exp(Vec::loadu(into.m + first) - m);
     m.store(into.m + first);
     (Vec::loadu(into.l + first) * rescale).store(into.l + first);
+    add_values(split);  // those of earlier tiles have weights for the old m
+    if (split.is_empty) return;
     float factors[kLanes];
     rescale.store(factors);
     for (int64_t r = 0; r < count; ++r)
@@ -320,33 +323,47 @@ class Attention {
     }
   }
 
-  /// acc += weights v
-  void add_values(const C* weights, int64_t rows, int64_t keys, const Panels& panels, float* acc) const {
-    for (int64_t d = 0; d < width_; d += kPanel)
-      for_each_piece(rows, [&](int64_t first, auto count) {
-        multiply_values<count>(weights + first * kTile, d, keys, panels, first == 0, acc + first * width_ + d);
-      });
+  /// acc += weights v, for all weighed tiles of a split
+  void add_values(Split& split) const {
+    if (split.weighed.size() == 0) return;
+    const Task& task = split.task;
+    const int64_t rows = rows_per_head(task);
+    for (int64_t head = 0; head < task.kv_heads.size(); ++head)
+      for (int64_t d = 0; d < width_; d += kPanel)
+        for_each_piece(rows, [&](int64_t first, auto count) { multiply_values<count>(split, head, first, d); });
+    split.weighed.from = split.weighed.end;
+    split.is_empty = false;
   }
 
-  /// The same for kRows rows, and a panel of components from component `d` on.
+  /// The same for kRows rows of a head, and a panel of components from component `d` on.
   template <int kRows>
-  void multiply_values(
-      const C* weights, int64_t d, int64_t keys, const Panels& panels, bool is_first, float* acc) const {
+  void multiply_values(const Split& split, int64_t head, int64_t first, int64_t d) const {
+    const Scratch& s = split.scratch;
+    const int64_t rows = num_rows(split.task), row = head * rows_per_head(split.task) + first;
+    float* acc = split.result.acc + row * width_ + d;
     Floats sums[kRows][2];
-    unrolled<kRows>([&](auto r) {
-      sums[r][0] = load_floats(acc + r * width_);
-      sums[r][1] = load_floats(acc + r * width_ + kLanes);
-    });
-    for (int64_t i = 0; i < keys; i += kPanel) {
-      const auto& panel = panels.v[i / kPanel];
-      multiply_panel<Dot<C>, kRows>(
-          weights + i,
-          kTile,
-          panel.numbers + d * kPanel,
-          kPanel * kPerWord,
-          ceil_div(std::min(kPanel, keys - i), kPerWord),
-          sums,
-          panel.prefetcher(d * kPanel, is_first));
+    if (split.is_empty)
+      unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
+    else
+      unrolled<kRows>([&](auto r) {
+        sums[r][0] = load_floats(acc + r * width_);
+        sums[r][1] = load_floats(acc + r * width_ + kLanes);
+      });
+    for (int64_t t = split.weighed.from; t < split.weighed.end; ++t) {
+      const C* weights = s.weights.data() + (t * rows + row) * kTile;
+      const Panels& panels = s.panels[head * kTilesPerSplit + t];
+      const int64_t keys = s.tiles[t].num_keys;
+      for (int64_t i = 0; i < keys; i += kPanel) {
+        const auto& panel = panels.v[i / kPanel];
+        multiply_panel<Dot<C>, kRows>(
+            weights + i,
+            kTile,
+            panel.numbers + d * kPanel,
+            kPanel * kPerWord,
+            ceil_div(std::min(kPanel, keys - i), kPerWord),
+            sums,
+            panel.prefetcher(d * kPanel, first == 0));
+      }
     }
     unrolled<kRows>([&](auto r) {
       store_floats(acc + r * width_, sums[r][0]);

@@ -16,6 +16,7 @@ namespace tercet {
 
 constexpr int64_t kTile = 64;
 constexpr int64_t kSplit = 256;
+constexpr int64_t kTilesPerSplit = kSplit / kTile;
 static_assert(kSplit % kTile == 0 && kTile % kPanel == 0);
 /// Query rows that share one pass over keys and values. A token has as many rows for a KV head as query heads use it.
 constexpr int64_t kQueryRows = 96;
@@ -123,7 +124,7 @@ class AttentionPlan {
         const int64_t tiles = num_common_tiles(left, first, end, from);
         if (end - first == 1 || tiles == 0) continue;
         add_shared({left.begin() + first, left.begin() + end}, {from, from + tiles * kTile});
-        if (tiles == kSplit / kTile) next.insert(next.end(), left.begin() + first, left.begin() + end);
+        if (tiles == kTilesPerSplit) next.insert(next.end(), left.begin() + first, left.begin() + end);
       }
       left = std::move(next);
     }

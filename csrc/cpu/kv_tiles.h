@@ -90,23 +90,33 @@ class TileReader {
     }
   }
 
-  /// The panels of a tile for one KV head. From a plain pool they are packed into k_buffer and v_buffer, each of
-  /// kTile * width numbers, and the same head of the next tile is prefetched.
-  Panels panels(const Tile& tile, const Tile& next, int64_t kv_head, C* k_buffer, C* v_buffer) const {
+  /// The panels of tile `t` for one KV head. The keys of `count` tiles are multiplied first, tile by tile, and then their
+  /// values, head by head. `tiles` has these tiles and the one after them. From a plain pool a tile is packed into k_buffer
+  /// and v_buffer, each of kTile * width numbers, and the same head of the next tile is prefetched.
+  Panels panels(const Tile* tiles, int64_t t, int64_t count, int64_t kv_head, C* k_buffer, C* v_buffer) const {
     Panels panels;
+    const Tile& tile = tiles[t];
     if constexpr (kInPanels) {
-      // The keys of all heads are multiplied first, then the values of all heads.
+      // A panel of keys prefetches one of the next head or tile. A panel of values is multiplied in parts, all tiles of a
+      // part before the next part. So its prefetch must be two tiles ahead, if there are two.
       const int64_t size = kPanel * head_dim_;
-      const bool is_last = kv_head + 1 == tile.kv_heads.end;
-      for (int64_t i = 0; i < kPanelsPerTile; ++i) {
-        const C *k = tile.k[i * kPanel] + kv_head * size, *v = tile.v[i * kPanel] + kv_head * size;
-        panels.k[i] = {k, is_last ? tile.v[i * kPanel] + tile.kv_heads.from * size : k + size};
-        panels.v[i] = {v, is_last ? next.k[i * kPanel] + next.kv_heads.from * size : v + size};
+      const int64_t first_head = tile.kv_heads.from, heads = tile.kv_heads.size(), head = kv_head - first_head;
+      const int64_t later = head * count + t + std::min<int64_t>(count, 2), excess = later - heads * count;
+      const Tile& after = tiles[count];
+      for (int64_t i = 0; i < kTile; i += kPanel) {
+        const C *k = tile.k[i] + kv_head * size, *v = tile.v[i] + kv_head * size;
+        const C* next_k = head + 1 < heads ? k + size
+                          : t + 1 < count  ? tiles[t + 1].k[i] + first_head * size
+                                           : tiles[0].v[i] + first_head * size;
+        const C* next_v = excess < 0 ? tiles[later % count].v[i] + (first_head + later / count) * size
+                                     : after.k[i] + std::min(after.kv_heads.from + excess, after.kv_heads.end - 1) * size;
+        panels.k[i / kPanel] = {k, next_k};
+        panels.v[i / kPanel] = {v, next_v};
       }
     } else {
       const int64_t padded_keys = round_up(tile.num_keys, kPanel);
-      pack_keys(tile, next, kv_head, padded_keys, k_buffer);
-      pack_values(tile, next, kv_head, padded_keys, v_buffer);
+      pack_keys(tile, tiles[t + 1], kv_head, padded_keys, k_buffer);
+      pack_values(tile, tiles[t + 1], kv_head, padded_keys, v_buffer);
       for (int64_t i = 0; i < kPanelsPerTile; ++i) {
         panels.k[i].numbers = k_buffer + i * kPanel * width_;
         panels.v[i].numbers = v_buffer + i * kPanel * width_;

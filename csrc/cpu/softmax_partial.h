@@ -1,9 +1,10 @@
 // Softmax over some of the keys, and how two such results are merged (online softmax, arXiv 1805.02867).
 #pragma once
 
+#include <algorithm>
 #include <limits>
 
-#include "vectors.h"
+#include "attention_plan.h"
 
 namespace tercet {
 
@@ -24,6 +25,43 @@ struct Partial {
   float* l;    // [rows]
   float* acc;  // [rows, width]
 };
+
+/// The largest score of each of `count` rows, for keys in kPanels panels. Rows of scores are kTile numbers apart. Lane i has
+/// that of row i. `count` is at most kLanes.
+template <int kPanels>
+inline Vec largest_scores(const float* scores, int64_t count) {
+  Floats row_vectors[kLanes];
+  for (int64_t r = 0; r < count; ++r) {
+    Vec largest = Vec::loadu(scores + r * kTile);
+    unrolled<2 * kPanels - 1>([&](auto i) {
+      largest = at::vec::clamp_min(Vec::loadu(scores + r * kTile + (i + 1) * kLanes), largest);
+    });
+    row_vectors[r] = to_floats(largest);
+  }
+  std::fill(row_vectors + count, row_vectors + kLanes, Floats{});
+  return reduce_each(row_vectors, [](Vec a, Vec b) { return at::vec::clamp_min(a, b); });
+}
+
+/// weights [count, kTile] = exp(scale * score - m), for the same rows of scores. Returns the sum of each row.
+template <int kPanels, typename C>
+inline Vec write_weights(const float* scores, int64_t count, float scale, const float* m, C* weights) {
+  Floats row_vectors[kLanes];
+  for (int64_t r = 0; r < count; ++r) {
+    const Vec m_of_row(m[r]);
+    Vec sum(0.f);
+    unrolled<kPanels>([&](auto i) {
+      const auto weight = [&](int64_t at) {
+        return exp_for<C>(at::vec::fmsub(Vec::loadu(scores + r * kTile + at), Vec(scale), m_of_row));
+      };
+      const FloatPair pair{weight(i * kPanel), weight(i * kPanel + kLanes)};
+      sum = sum + (pair.left + pair.right);
+      store_pair(weights + r * kTile + i * kPanel, pair);
+    });
+    row_vectors[r] = to_floats(sum);
+  }
+  std::fill(row_vectors + count, row_vectors + kLanes, Floats{});
+  return reduce_each(row_vectors, [](Vec a, Vec b) { return a + b; });
+}
 
 /// acc [width] *= factor
 inline void scale_row(float* acc, int64_t width, float factor) {

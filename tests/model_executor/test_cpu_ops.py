@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_ops import DTYPES, TOLERANCE, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,6 @@ from tercet.srt.model_files.rope_config import RopeConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-DTYPES = list(TOLERANCE)
 TYPES = [(t, t) for t in DTYPES if cpu_extension.multiplies(t)] + [(torch.float32, torch.bfloat16)]
 """The types of x and of a weight in linear layers."""
 ops = torch.ops.tercet_cpu
@@ -34,13 +32,6 @@ def layers():
     from tercet.model_executor.layers import cpu_layers  # needs the operations
 
     return cpu_layers
-
-
-def assert_close(actual, expected, dtype, typical=0.1):
-    """typical: the size that results usually have; a few that happen to be near zero are not exacter than others."""
-    assert actual.shape == expected.shape
-    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=typical)
-    assert error < TOLERANCE[dtype], error.item()
 
 
 @st.composite
@@ -175,154 +166,6 @@ def test_rotate_and_store_in_panels(dtype, head_dim):
     assert (v[is_zero] == 0).all() and v[~is_zero].isnan().all()
 
 
-class Problem:
-    """Requests with their keys and values scattered over a pool in which everything else is NaN.
-
-    `shared`: for each request a request before it and how many of its tokens are its own first ones, too.
-    """
-
-    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed, shared=None):
-        generator = torch.Generator().manual_seed(seed)
-        size, context = sum(lens) + 40, max(lens) + 3
-        self.k, self.v = (torch.full((size, kv_heads, head_dim), math.nan).to(dtype) for _ in range(2))
-        self.table = torch.zeros(len(lens) + 2, context, dtype=torch.int32)
-        self.rows = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)] + 1
-        self.lens = lens
-        free = torch.randperm(size, generator=generator)
-        self.q = []
-        for row, length, (parent, common) in zip(self.rows, lens, shared or [(0, 0)] * len(lens), strict=True):
-            slots, free = free[: length - common], free[length - common :]
-            self.table[row, :common] = self.table[self.rows[parent], :common]
-            self.table[row, common:length] = slots.int()
-            length -= common
-            self.k[slots] = torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype)
-            self.v[slots] = torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype)
-            q = torch.randn(length + common, kv_heads * group, head_dim, generator=generator)
-            self.q.append(q.mul(2).to(dtype))
-        self.scale = head_dim**-0.5
-        self.pools = self.k, self.v
-
-    def in_panels(self):
-        """The same requests over a pool in panels, as `rotate_and_store` leaves it."""
-        problem = copy.copy(self)
-        _, kv_heads, head_dim = self.k.shape
-        panel = cpu_extension.kv_panel(self.k.dtype, head_dim)
-        pages = -(-max(self.lens) // PAGE_OF_PANELS)
-        pool = MHATokenToKVPool(
-            pages * PAGE_OF_PANELS * len(self.lens), PAGE_OF_PANELS, 1, kv_heads, head_dim, self.k.dtype, "cpu", panel
-        )
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
-            buffer.fill_(math.nan)
-        problem.table = torch.zeros(len(self.table), pages * PAGE_OF_PANELS, dtype=torch.int32)
-        order = torch.randperm(pages * len(self.lens)) + 1
-        page_of = {}
-        for row, length in zip(self.rows, self.lens, strict=True):
-            for start in range(0, length, PAGE_OF_PANELS):
-                old = self.table[row, start : min(length, start + PAGE_OF_PANELS)].long()
-                # whole pages that requests share stay shared
-                page = page_of.setdefault(
-                    tuple(old.tolist()) if len(old) == PAGE_OF_PANELS else (row, start), order[len(page_of)]
-                )
-                new = page * PAGE_OF_PANELS + torch.arange(PAGE_OF_PANELS)
-                problem.table[row, start : start + PAGE_OF_PANELS] = new.int()
-                after = new[len(old) : len(old) + len(old) % 2]
-                pool.set_kv(0, after, *torch.zeros(2, len(after), kv_heads, head_dim))
-                pool.set_kv(0, new[: len(old)], self.k[old], self.v[old])
-        problem.pools = pool.k_buffer[0], pool.v_buffer[0]
-        return problem
-
-    def attend(self, requests, starts, ends, window=None):
-        """Tokens [start, end) of some requests in one call: a list of [end - start, heads * head_dim]."""
-        q = torch.cat([self.q[r][a:b] for r, a, b in zip(requests, starts, ends, strict=True)])
-        counts = torch.tensor([0, *(b - a for a, b in zip(starts, ends, strict=True))])
-        # queries are part of a wider projection
-        wide = torch.full((len(q), q.shape[1] + 2, q.shape[2]), math.nan).to(q.dtype)
-        wide[:, :-2] = q
-        out = ops.attention(
-            wide[:, :-2],
-            *self.pools,
-            self.table,
-            self.rows[requests],
-            torch.tensor(ends),
-            None if (counts[1:] == 1).all() and counts[1:].sum() % 2 else counts.cumsum(0),
-            window,
-            self.scale,
-        )
-        return out.split(counts[1:].tolist())
-
-    def expected(self, request, start, end, window):
-        out = []
-        group = self.q[0].shape[1] // self.k.shape[1]
-        for position in range(start, end):
-            first = 0 if window is None else max(0, position + 1 - window)
-            slots = self.table[self.rows[request], first : position + 1].long()
-            k, v = (pool[slots].double().repeat_interleave(group, 1) for pool in (self.k, self.v))
-            scores = torch.einsum("hd,nhd->hn", self.q[request][position].double(), k) * self.scale
-            out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v).flatten())
-        return torch.stack(out)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_attention(data):
-    dtype = data.draw(st.sampled_from(DTYPES))
-    kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 1), (2, 3), (1, 8), (3, 17)]))
-    head_dim = data.draw(st.sampled_from([8, 64, 80, 96, 128]))
-    window = data.draw(st.sampled_from([None, None, 1, 33, 64, 300]))
-    lens = data.draw(st.lists(st.one_of(st.integers(1, 70), st.integers(1, 900)), min_size=1, max_size=4))
-    starts = [max(0, n - data.draw(st.sampled_from([1, 1, 5, 40, 150]))) for n in lens]
-    problem = Problem(dtype, kv_heads, group, head_dim, lens, data.draw(st.integers(0, 2**31)))
-    requests = list(range(len(lens)))
-    for request, out in enumerate(problem.attend(requests, starts, lens, window)):
-        assert_close(out, problem.expected(request, starts[request], lens[request], window), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_token_has_the_same_bits_in_any_step(dtype, window):
-    """Alone, decoded beside others, in chunks of any size."""
-    lens = [620, 1, 300, 64, 257, 513]
-    problem = Problem(dtype, 3, 3, 64, lens, 3)
-    whole = [problem.attend([r], [0], [n], window)[0] for r, n in enumerate(lens)]
-    for request, position in ((0, 619), (0, 255), (0, 256), (2, 299), (4, 256), (5, 0)):
-        alone = problem.attend([request], [position], [position + 1], window)[0]
-        assert torch.equal(alone[0], whole[request][position]), (request, position)
-    requests = [5, 0, 2, 4, 1, 3]
-    ends = [lens[r] for r in requests]
-    for out, request in zip(problem.attend(requests, [n - 1 for n in ends], ends, window), requests, strict=True):
-        assert torch.equal(out[0], whole[request][-1])
-    for chunk in (1, 7, 33, 100, 512):
-        starts = [max(0, n - chunk) for n in ends]
-        for out, request, start in zip(problem.attend(requests, starts, ends, window), requests, starts, strict=True):
-            assert torch.equal(out, whole[request][start:]), (chunk, request)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_requests_that_share_keys(data):
-    """Decoded together their common tiles are packed once: no bit of a result may tell."""
-    dtype = data.draw(st.sampled_from(DTYPES))
-    kv_heads, group = data.draw(st.sampled_from([(1, 1), (3, 3), (2, 17)]))
-    lens, shared = [data.draw(st.integers(1, 700))], [(0, 0)]
-    for request in range(1, data.draw(st.sampled_from([2, 5, 14]))):
-        parent = data.draw(st.integers(0, request - 1))
-        common = data.draw(st.one_of(st.integers(0, lens[parent]), st.just(lens[parent] // 64 * 64)))
-        lens.append(max(1, common + data.draw(st.integers(0, 300))))
-        shared.append((parent, common))
-    window = data.draw(st.sampled_from([None, None, 200]))
-    problem = Problem(dtype, kv_heads, group, 64, lens, data.draw(st.integers(0, 2**31)), shared)
-    requests = data.draw(st.permutations(range(len(lens))))
-    ends = [lens[r] for r in requests]
-    starts = [n - data.draw(st.sampled_from([1, 1, 1, min(n, 9)])) for n in ends]
-    together = problem.attend(requests, starts, ends, window)
-    for out, request, start in zip(together, requests, starts, strict=True):
-        assert torch.equal(out, problem.attend([request], [start], [lens[request]], window)[0])
-        assert_close(out, problem.expected(request, start, lens[request], window), dtype)
-    if cpu_extension.kv_panel(dtype, 64):
-        in_panels = problem.in_panels().attend(requests, starts, ends, window)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(in_panels, together, strict=True))
-
-
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 49152])
 def test_argmax(vocab):
     x = torch.randint(0, 50, (9, vocab)).float()  # ties
@@ -384,6 +227,7 @@ def test_slower_builds_that_run_here_do_the_same():
         is_built = Path(cpu_extension.__file__).with_name(cpu_build.file_name(variant.name)).exists()
         if index > fastest and variant.is_supported() and is_built:
             others = (
+                "test_cpu_attention.py",
                 "sampling/test_cpu_choice.py",
                 "layers/test_quantized_layers.py",
                 "test_widened_weights.py",
