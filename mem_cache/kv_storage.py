@@ -9,6 +9,7 @@ For KV events, the thread also tells which files there are, and what their keys 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ import numpy.typing as npt
 from .block_keys import BlockContent
 from .forgotten_keys import ForgottenKeys
 from .kv_files import KVFiles
+
+logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 5.0
 """How often the thread looks for files of other servers."""
@@ -178,18 +181,25 @@ class KVStorage:
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
-            if isinstance(job, ReadJob):
-                self._read(job)
-            elif isinstance(job, WriteJob):
-                job.is_written = self.files.write(job.key, job.content, self._memory[job.block], job.used_ns)
-            elif isinstance(job, _Renew):
-                self.files.renew(job.key, job.used_ns)
-            else:
-                self._do_other(job)
-            self._note_file_changes(job)
+            try:
+                self._do(job)
+            except Exception:
+                # Requests wait for this job, and others will. They go on without the file.
+                logger.exception("The thread of the KV files goes on after an unexpected error")
             if isinstance(job, ReadJob | WriteJob):
                 with self._changed:
                     self._done.append(job)
+
+    def _do(self, job: _Job) -> None:
+        if isinstance(job, ReadJob):
+            self._read(job)
+        elif isinstance(job, WriteJob):
+            job.is_written = self.files.write(job.key, job.content, self._memory[job.block], job.used_ns)
+        elif isinstance(job, _Renew):
+            self.files.renew(job.key, job.used_ns)
+        else:
+            self._do_other(job)
+        self._note_file_changes(job)
 
     def _do_other(self, job: _Other) -> None:
         if job is _Other.LOOK:
@@ -206,9 +216,11 @@ class KVStorage:
 
     def _look(self) -> None:
         began_s = time.monotonic()
-        self.files.look()
-        ended_s = time.monotonic()
-        self._look_s = ended_s + max(_LOOK_INTERVAL_S, (ended_s - began_s) / _MAX_LOOK_SHARE)
+        try:
+            self.files.look()
+        finally:
+            ended_s = time.monotonic()
+            self._look_s = ended_s + max(_LOOK_INTERVAL_S, (ended_s - began_s) / _MAX_LOOK_SHARE)
 
     def _note_file_changes(self, job: _Job) -> None:
         for key, is_there in self.files.take_changes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -67,6 +68,43 @@ def test_blocks_are_written_and_read_into_other_blocks(tmp_path: Path) -> None:
     assert storage.ended(1) == [late] and late.num_read == 0
     assert storage.poll() == [] and storage.poll(0.001) == []
     storage.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("method", ["read", "write", "renew", "look", "take_changes"])
+def test_the_thread_survives_an_unexpected_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """No job stays behind: a request waits for it."""
+    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 0.01)
+    storage = Storage(tmp_path)
+    storage.write(job(0))
+    storage.ended(1)
+    began_s, logged = time.monotonic(), threading.Event()
+    errors = []
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("unexpected")
+
+    def log(*args: object) -> None:
+        errors.append(sys.exc_info()[1])
+        logged.set()
+
+    monkeypatch.setattr(kv_storage.logger, "exception", log)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(storage.files, method, fail)
+        broken.setattr(storage.files, "unrenewed", lambda keys: {key(0): 1})
+        storage.use([key(0)])
+        read = ReadJob([(key(0), 5)], deadline_s=1.0)
+        storage.read(read)
+        storage.write(job(1))
+        assert {type(each) for each in storage.ended(2)} == {ReadJob, WriteJob}
+        assert logged.wait(PATIENCE_S)
+    assert read.num_read == (method != "read") and storage.has(key(1)) == (method != "write")
+    again = ReadJob([(key(0), 6)], deadline_s=1.0)
+    storage.read(again)
+    assert storage.ended(1) == [again] and again.num_read == 1
+    storage.close(PATIENCE_S)
+    assert str(errors[0]) == "unexpected"
+    assert len(errors) <= 4 + (time.monotonic() - began_s) / 0.01, "it waits before it looks again"
 
 
 def test_reads_go_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
