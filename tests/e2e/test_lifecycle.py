@@ -65,7 +65,7 @@ def test_chat_over_a_pipe(server: ServerProcess, run_dirs: Path) -> None:
 
 def test_a_client_that_leaves_frees_what_it_held(server: ServerProcess) -> None:
     with server.client() as client:
-        # 16 samples keep the engine at work for a while. On a busy machine they may end before the client asks for the state.
+        # 16 samples take a while. On a busy machine they may end before the client asks for the state.
         body = {**LONG, "sampling_params": {**LONG["sampling_params"], "n": 16}, "stream": True}
         was_running = False
         deadline = time.monotonic() + PATIENCE_S
