@@ -123,7 +123,7 @@ class Attention {
     int64_t num_tiles;
     int64_t tiles_at_once;   // whose keys are multiplied first, and then their values
     Range weighed = {0, 0};  // tiles whose weights are computed and whose values are not yet added to acc
-    bool is_empty = true;    // nothing is in acc yet, not even zeros
+    bool is_empty = true;    // nothing was added to acc, which is not set yet
   };
 
   /// Attends to the keys of a task. If its queries have saved splits, the result of each split is saved for
@@ -251,7 +251,8 @@ class Attention {
   /// The scores of kRows rows with a panel of keys. With AVX2, calls of this and of `multiply_values` took 4 % of decode
   /// attention, so they are inlined.
   template <int kRows>
-  [[gnu::always_inline]] void multiply_keys(const C* q, const typename Reader::Panel& panel, bool is_first, float* scores) const {
+  [[gnu::always_inline]] void multiply_keys(
+      const C* q, const typename Reader::Panel& panel, bool is_first, float* scores) const {
     Floats sums[kRows][2];
     // For `= {}` GCC sets the array in memory, by an instruction that took a tenth of this function's time.
     unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });

@@ -97,8 +97,8 @@ class TileReader {
     Panels panels;
     const Tile& tile = tiles[t];
     if constexpr (kInPanels) {
-      // A panel of keys prefetches one of the next head or tile. A panel of values is multiplied in parts, all tiles of a
-      // part before the next part. So its prefetch must be two tiles ahead, if there are two.
+      // Keys prefetch those of the next head or tile. Values are multiplied for kPanel components of all tiles, then for the
+      // next components. Such a product is short, so it prefetches values of two tiles later, if there are as many.
       const int64_t size = kPanel * head_dim_;
       const int64_t first_head = tile.kv_heads.from, heads = tile.kv_heads.size(), head = kv_head - first_head;
       const int64_t later = head * count + t + std::min<int64_t>(count, 2), excess = later - heads * count;
