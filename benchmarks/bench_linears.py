@@ -75,8 +75,10 @@ class Kind:
 
     @property
     def multiplied(self) -> torch.dtype:
-        """Type of the numbers that are multiplied."""
-        return self.dtype if self.form is None or self.is_widened else torch.int8
+        """Type of the numbers that are multiplied. With quantized weights, that of the weights."""
+        if self.form is None or self.is_widened:
+            return self.dtype
+        return torch.int4 if self.form == "int4" else torch.int8
 
 
 def kinds_here(config: ModelConfig) -> dict[str, Kind]:

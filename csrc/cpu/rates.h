@@ -158,7 +158,8 @@ double ops_per_s(double seconds) {
 }
 
 /// Operations per second by instruction, for the instructions of this build that multiply numbers of this type. A
-/// multiplication and an addition are two operations. Empty for types that no linear layer multiplies.
+/// multiplication and an addition are two operations. Int4 stands for weights of 4 bits, whose products with 8 bits can
+/// be summed in 16 bits. Empty for types that no linear layer multiplies.
 inline c10::Dict<std::string, double> instruction_rates_op(at::ScalarType type, double seconds) {
   TORCH_CHECK(!Graph::recording(), "a measurement cannot be recorded");
   TORCH_CHECK(seconds > 0, "seconds must be positive, got ", seconds);
@@ -168,12 +169,12 @@ inline c10::Dict<std::string, double> instruction_rates_op(at::ScalarType type, 
 #ifdef __AVX512BF16__
   if (type == at::kBFloat16) measure(BFloat16Rate());
 #endif
-  if (type == at::kChar) {
-    measure(ByteRate());
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-    measure(ShortRate());
+  if (type == at::kChar) measure(ShortRate());
+#else
+  if (type == at::kChar) measure(ByteRate());
 #endif
-  }
+  if (type == at::ScalarType::Int4) measure(ByteRate());
   return rates;
 }
 

@@ -63,20 +63,21 @@ def test_the_nearer_ceiling_is_the_limit() -> None:
 
 @pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 def test_shares_are_of_the_instruction_for_the_type_that_is_multiplied() -> None:
-    float32, int8 = torch.float32, torch.int8
+    float32, int8, int4 = torch.float32, torch.int8, torch.int4
     layers = layers_for("cpu", float32, quantized=True)
-    kinds = [Kind("fp32", TorchLayers(), float32), Kind("int8", layers, float32, "int8")]
+    kinds = [Kind("fp32", TorchLayers(), float32), *(Kind(form, layers, float32, form) for form in ("int8", "int4"))]
     steps = [Step(kind) for kind in kinds]
     for step in steps:
         step.add("w", torch.randn(10, 128))
     result = Result("r", "R", "p", [], torch.device("cpu"))
-    ceilings = CpuCeilings(1e12, {float32: Rate(1e6, "FMA"), int8: Rate(4e6, "VPDPBUSD")})
-    bench_linears.report(result, steps, {100: [1.0, 1.0]}, ceilings)
+    rates = {float32: Rate(1e6, "FMA"), int8: Rate(4e6, "VPDPBUSD"), int4: Rate(8e6, "VPMADDUBSW")}
+    bench_linears.report(result, steps, {100: [1.0, 1.0, 1.0]}, CpuCeilings(1e12, rates))
     cases = [(case["kind"], case["limit_s"], case["limited_by"]) for case in result.values["cases"]]
-    assert cases == [("fp32", 0.256, "FMA"), ("int8", 0.064, "VPDPBUSD")]
+    assert cases == [("fp32", 0.256, "FMA"), ("int8", 0.064, "VPDPBUSD"), ("int4", 0.032, "VPMADDUBSW")]
     rows = [row[6:8] for row in result.tables[0].rows]
-    assert rows == [["FMA", "25.6 %"], ["VPDPBUSD", "6.4 %"]]
-    assert "float32 1e-06 TOP/s (FMA), int8 4e-06 TOP/s (VPDPBUSD)" in result.tables[0].notes[0]
+    assert rows == [["FMA", "25.6 %"], ["VPDPBUSD", "6.4 %"], ["VPMADDUBSW", "3.2 %"]]
+    note = "float32 1e-06 TOP/s (FMA), int8 4e-06 TOP/s (VPDPBUSD), int4 8e-06 TOP/s (VPMADDUBSW)"
+    assert note in result.tables[0].notes[0]
 
 
 def test_a_step_multiplies_with_every_matrix_but_the_embedding(tmp_path: Path) -> None:

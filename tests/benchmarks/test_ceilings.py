@@ -51,6 +51,14 @@ def test_a_product_far_below_the_best_instruction_is_measured_at_a_small_size_on
     assert sizes == [256]
 
 
+def test_weights_of_4_bits_have_no_product_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ops = SimpleNamespace(instruction_rates=lambda dtype, seconds: {"VPDPBUSD": 100.0})
+    monkeypatch.setattr(torch.ops, "tercet_cpu", fake_ops)
+    monkeypatch.setattr(cpu_extension, "load", lambda: "a build")
+    monkeypatch.delattr(ceilings, "matmul_flops_per_s")
+    assert best_rate(CPU, torch.int4, 64) == Rate(100.0, "VPDPBUSD")
+
+
 def test_without_compiled_operations_the_ceiling_is_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_extension, "load", lambda: None)
     assert best_rate(CPU, torch.float32, 64).source == TORCH_PRODUCT

@@ -16,14 +16,7 @@ from tercet.model_executor import cpu_build, cpu_extension
 BUILD = cpu_extension.load()
 pytestmark = pytest.mark.skipif(BUILD is None, reason="no build of csrc/cpu for this processor")
 
-BYTES_AND_SHORTS = {"VPMADDUBSW + VPADDW", "VPMADDWD + VPADDD"}
-INTEGERS = {
-    "avx512_bf16": {"VPDPBUSD"},
-    "avx512_vnni": {"VPDPBUSD"},
-    "avx512": BYTES_AND_SHORTS,
-    "avx2_vnni": {"VPDPBUSD"},
-    "avx2": BYTES_AND_SHORTS,
-}
+HAVE_VNNI = {"avx512_bf16", "avx512_vnni", "avx2_vnni"}
 ADDS_WITH = {
     "FloatRate": "vfmadd",
     "BFloat16Rate": "vdpbf16ps",
@@ -42,12 +35,14 @@ def rates(dtype: torch.dtype) -> dict[str, float]:
 def test_every_instruction_of_the_build_has_a_rate() -> None:
     assert BUILD is not None
     if BUILD.name == "generic":
-        assert len(rates(torch.float32)) == len(rates(torch.bfloat16)) == len(rates(torch.int8)) == 1
+        assert all(len(rates(dtype)) == 1 for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int4))
         return
     assert set(rates(torch.float32)) == {"FMA"}
     native = {"VDPBF16PS"} if torch.ops.tercet_cpu.multiplies_bfloat16() else set()
     assert set(rates(torch.bfloat16)) == {"FMA"} | native
-    assert set(rates(torch.int8)) == INTEGERS[BUILD.name]
+    has_vnni = BUILD.name in HAVE_VNNI
+    assert set(rates(torch.int8)) == {"VPDPBUSD" if has_vnni else "VPMADDWD + VPADDD"}
+    assert set(rates(torch.int4)) == {"VPDPBUSD" if has_vnni else "VPMADDUBSW + VPADDW"}
 
 
 def test_other_types_have_no_instruction() -> None:
