@@ -129,15 +129,32 @@ struct NextWeight {
   int64_t panel_bytes = 0, num_panels = 0;
 };
 
-/// Threads claim the panels of a weight in runs of neighbours.
-struct Runs {
-  static constexpr int64_t kPerThread = 3, kMaxLength = 8;
-  int64_t num_panels, count;
-
+/// Threads claim the panels of a weight in runs of neighbours. The last runs, one for each thread, are halved: a thread
+/// that finds none left waits half as long for the others.
+class Runs {
+ public:
   Runs(int64_t num_panels, int64_t threads)
-      : num_panels(num_panels),
-        count(std::min(num_panels, std::max(kPerThread * threads, ceil_div(num_panels, kMaxLength)))) {}
-  int64_t first_panel(int64_t run) const { return num_panels * run / count; }
+      : num_panels_(num_panels),
+        whole_(std::min(num_panels, std::max(kPerThread * threads, ceil_div(num_panels, kMaxLength)))) {
+    if (threads > 1 && num_panels >= 2 * whole_) {
+      num_halved_ = threads;
+      whole_ -= threads;
+    }
+  }
+
+  int64_t count() const { return whole_ + 2 * num_halved_; }
+
+  int64_t first_panel(int64_t run) const {
+    const int64_t halves = std::min(run, whole_) + run;
+    return num_panels_ * halves / (2 * (whole_ + num_halved_));
+  }
+
+ private:
+  static constexpr int64_t kPerThread = 3, kMaxLength = 8;
+
+  int64_t num_panels_;
+  int64_t whole_;           // runs of the usual length
+  int64_t num_halved_ = 0;  // runs of this length that are halved
 };
 
 /// Panels [begin, end) of a weight, which one thread multiplies. It will probably go on at `next`.
@@ -231,14 +248,14 @@ void multiply(
       rows, std::max(ceil_div(rows * weight.row_bytes(), Tuning::get().block_bytes), ceil_div(rows, kMaxBlockRows)));
   const int64_t threads = ThreadPool::get().num_threads();
   const Runs runs(num_panels, threads);
-  const int64_t items = blocks * runs.count;
+  const int64_t items = blocks * runs.count();
   const auto first_of_item = [&](int64_t item) {
     if (item >= items && next_weight.panels) {
       const Runs next_runs(next_weight.num_panels, threads);
-      const int64_t run = std::min(next_runs.count - 1, item - items);
+      const int64_t run = std::min(next_runs.count() - 1, item - items);
       return next_weight.panels + next_runs.first_panel(run) * next_weight.panel_bytes;
     }
-    const int64_t run = std::min(runs.count - 1, item / blocks);
+    const int64_t run = std::min(runs.count() - 1, item / blocks);
     return reinterpret_cast<const char*>(weight.panels) + runs.first_panel(run) * weight.panel_distance();
   };
   ThreadPool::get().run(items, [&](int64_t item) {

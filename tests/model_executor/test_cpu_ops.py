@@ -200,14 +200,18 @@ def test_wrong_shapes_are_refused():
         ops.rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_any_number_of_threads_gives_the_same(threads):
-    x, linear = torch.randn(40, 576), layers().CpuLinear(torch.randn(960, 576))
-    expected, before = linear(x), torch.get_num_threads()
+    x, before = torch.randn(40, 64), torch.get_num_threads()
+    linears = [layers().CpuLinear(torch.randn(n, 64)) for n in (16, 90, 250, 576, 960, 3000)]
+    torch.set_num_threads(1)
+    expected = [linear(x) for linear in linears]
     torch.set_num_threads(threads)
     try:
-        for _ in range(200):
-            assert torch.equal(linear(x), expected)
+        for _ in range(50):
+            for linear, values in zip(linears, expected, strict=True):
+                torch.full_like(values, torch.nan)  # the next result takes this memory
+                assert torch.equal(linear(x), values)
     finally:
         torch.set_num_threads(before)
 
