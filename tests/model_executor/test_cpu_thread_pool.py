@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from tercet.model_executor import cpu_extension
+from tercet.model_executor import cpu_build, cpu_extension
 
+SOURCES = Path(cpu_extension.__file__).parents[1] / "csrc/cpu"
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
 START = """
@@ -128,3 +130,56 @@ for _ in range(10):
     assert os.waitpid(child, 0)[1] == 0
     thread.join()
 """)
+
+
+JOBS = """
+#include <unistd.h>
+#include "thread_pool.h"
+
+int main() {
+  auto& pool = tercet::ThreadPool::get();
+  auto count_jobs = [&](int64_t jobs) {
+    std::vector<int64_t> counts(40);
+    for (int64_t job = 0; job < jobs; ++job)
+      pool.run(1 + job % 40, [&](int64_t item) { counts[item] += 1; });
+    int64_t sum = 0;
+    for (const int64_t count : counts) sum += count;
+    return sum == jobs / 40 * 820;  // 1 + 2 + ... + 40
+  };
+  bool right = count_jobs(4000);
+  for (int threads = 1; threads < 5; ++threads) {
+    pool.set_num_threads(threads);
+    right = count_jobs(1000) && right;
+  }
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) callers.emplace_back([&] { wrong += !count_jobs(2000); });
+  for (auto& caller : callers) caller.join();
+  for (int i = 0; i < 100; ++i) {  // the threads of the pool fall asleep
+    std::this_thread::sleep_for(std::chrono::microseconds(150 + 2 * i));
+    right = count_jobs(40) && right;
+  }
+  _exit(right && wrong == 0 ? 0 : 1);  // the pool is never destroyed
+}
+"""
+
+
+def test_no_access_races(tmp_path):
+    """Compiled without torch, because the sanitizer would also report what it cannot see of torch's threads."""
+    compiler = cpu_build.find_compiler(os.environ.get("CXX"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "ATen").mkdir()
+    (tmp_path / "ATen/Parallel.h").write_text("namespace at { inline int get_num_threads() { return 3; } }")
+    program = tmp_path / "jobs"
+    flags = ("-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{tmp_path}", f"-I{SOURCES}", "-o", program)
+
+    def compiles(source: str) -> bool:
+        (tmp_path / "jobs.cpp").write_text(source)
+        return subprocess.run([compiler, *flags, tmp_path / "jobs.cpp"], timeout=PATIENCE_S).returncode == 0
+
+    if not compiles("int main() {}") or subprocess.run([program]).returncode:
+        pytest.skip("the compiler or the system has no ThreadSanitizer")
+    assert compiles(JOBS)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
