@@ -14,4 +14,4 @@ def fake(trouble: str = "none") -> Engine:
     def launch(python: Path, model: object, capacity: object, port: int) -> Launch:
         return Launch([str(python), fake_peer.__file__, str(port), trouble], "any", {})
 
-    return Engine("python", launch, re.compile(r"KV pool ([\d.]+) (GiB)"))
+    return Engine("python", launch, re.compile(r"KV pool ([\d.]+) (GiB)"), warning=re.compile(r"WARNING (.+)"))

@@ -21,6 +21,7 @@ TROUBLES = (
     "dies under load",
     "hangs under load",
     "has many processes",
+    "warns",
 )
 LOAD = 4
 """Minimum output tokens of a measured request. Start-up checks ask for fewer tokens."""
@@ -82,6 +83,8 @@ if __name__ == "__main__":
         sys.exit("cannot load the model")
     if trouble == "has many processes":
         start_others()
+    if trouble == "warns":
+        sys.stdout.write("WARNING It is slow.\n" * 2)
     sys.stdout.write("KV pool 1.5 GiB\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):

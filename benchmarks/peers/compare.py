@@ -271,6 +271,8 @@ def _add_starts(result: Result, comparison: Comparison) -> None:
                 _gib(worked),
                 _gib(pools),
             )
+            warnings = dict.fromkeys(warning for start in starts for warning in start["warnings"])
+            table.notes.extend(f"{peer.name} warned at a start: {warning}" for warning in warnings)
         table.notes.extend(_samples_notes(comparison, model))
     table.notes.append("PSS is the memory of all processes of a server. Only the written pages of its KV pool count.")
 

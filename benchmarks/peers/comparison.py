@@ -132,6 +132,10 @@ class Comparison:
                 await self._sample(connection, 1)
                 ready_s = time.monotonic() - server.began_s
                 self._say(f"round {number + 1}: {peer.name}, {model.name} model, ready after {ready_s:.1f} s")
+                said = server.log_text()
+                warnings = peer.engine.warnings(said)
+                for warning in warnings:
+                    self._say(f"{peer.name} warns: {warning}")
                 self.starts.append(
                     {
                         "peer": peer.name,
@@ -139,8 +143,9 @@ class Comparison:
                         "round": number,
                         "ready_s": ready_s,
                         "pss_bytes": server.pss_bytes(),
-                        "kv_bytes": launch.kv_bytes or peer.engine.kv_bytes(server.log_text()),
-                        "dtype": launch.dtype or peer.engine.dtype(server.log_text()),
+                        "kv_bytes": launch.kv_bytes or peer.engine.kv_bytes(said),
+                        "dtype": launch.dtype or peer.engine.dtype(said),
+                        "warnings": warnings,
                         "sample": await self._sample(connection, _SAMPLE_LEN),
                         "argv": launch.argv,
                         "env": dict(launch.env),

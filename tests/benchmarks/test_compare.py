@@ -95,7 +95,7 @@ def fakes_running() -> list[str]:
 
 
 def test_a_comparison_measures_everybody_and_says_what_it_cost(bench: Bench, tmp_path: Path) -> None:
-    result = bench(*QUICK, "--results", str(tmp_path / "results"), vllm=fake())
+    result = bench(*QUICK, "--results", str(tmp_path / "results"), vllm=fake("warns"))
     assert {(one["peer"], one["workload"]) for one in result["runs"]} == {
         (peer, workload) for peer in ("tercet", "vllm") for workload in ("W1", "W3")
     }
@@ -106,13 +106,13 @@ def test_a_comparison_measures_everybody_and_says_what_it_cost(bench: Bench, tmp
     for start in result["starts"]:
         assert start["dtype"] == "bfloat16"  # both fakes set it
         assert start["ready_s"] > 0 and start["kv_bytes"] == 3 << 29 and start["sample"].startswith("word word ")
-    assert result["failures"] == []
+    assert result["failures"] == [] and bench.err.count("vllm warns: It is slow.") == 1
     assert re.search(r"after 'The capital of France is': 'word (word )+' \(tercet, vllm\)\.", bench.out)
 
-    (markdown,) = (tmp_path / "results").glob("*-compare.md")
-    text = markdown.read_text(encoding="utf-8")
+    text = next((tmp_path / "results").glob("*-compare.md")).read_text(encoding="utf-8")
+    assert text.count("vllm warned at a start: It is slow.") == 1 and "tercet warned" not in text
     assert "### W1: 4 requests, 256 tokens in, 8 out, concurrency 16, default model" in text
-    assert "### W3: " in text and "### W2: " not in text and "- commit: " in text and "--quick" in text
+    assert all(part in text for part in ("### W3: ", "- commit: ", "--quick")) and "### W2: " not in text
     assert re.search(r"^\| vllm \| [\d,.e+]+ \([\d,.e+]+-[\d,.e+]+\) \| [\d.]+ \|", text, re.MULTILINE)
     assert re.search(r"^\| vllm \| Python 3[\d.]+ \| default \| .* \| 1.50 \|$", text, re.MULTILINE)
 
