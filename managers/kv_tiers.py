@@ -11,7 +11,7 @@ This side holds only numbers of slots and blocks. The runner makes the copies th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -192,13 +192,13 @@ class KVTiers:
                 wanted.append(key)
             else:
                 break
-        self._touch(in_host)
+        self.blocks.touch(in_host)
         # More would displace the blocks before them.
         room = self.blocks.num_free + self.blocks.num_kept - len(in_host)
         taken = [(key, block) for key in wanted[: max(room, 0)] if (block := self.blocks.take()) is not None]
         if not taken:
             return None
-        job = ReadJob(taken, state.give_up_s)
+        job = ReadJob(taken, state.give_up_s, in_host)
         self._reading.update((key, job) for key, _ in taken)
         if self._events is not None:
             for index in range(first + len(in_host), first + len(in_host) + len(taken)):
@@ -206,11 +206,6 @@ class KVTiers:
         self._storage.read(job)
         self._storage.use(state.keys.keys[: first + len(in_host) + len(taken)])
         return job
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of consecutive blocks, the first one last: without it, the others cannot be found."""
-        for key in reversed(keys):
-            self.blocks.touch(key)
 
     # Saving
 
@@ -227,11 +222,11 @@ class KVTiers:
             self._storage.use(keys)
         found: list[int] = []
         filled: dict[int, int] = {}
-        job: WriteJob | None = None
+        last: WriteJob | None = None
         for index, key in enumerate(keys):
             block = self.blocks.find(key)
             if block is not None:
-                self._write_again(state.keys, tokens, block, index)
+                last = self._write_again(state.keys, tokens, block, index) or last
                 self.blocks.pin(block)  # or a later block of this prefix could take it
                 found.append(block)
                 continue
@@ -244,25 +239,28 @@ class KVTiers:
                 break
             self.blocks.name(block, key)
             filled[index] = block
-            job = WriteJob(key, block, state.keys.content(tokens, index), use_time_ns(index))
-            self._next.filled.append(job)
+            last = WriteJob(key, block, state.keys.content(tokens, index), use_time_ns(index))
+            self._next.filled.append(last)
             if self._events is not None:
                 self._events.on_saved(keys, index, tokens, req.namespace)
         for block in reversed(found):
             self.blocks.unpin(block)
-        if job is not None:
-            job.prefix = keys
+        if last is not None:
+            last.prefix = keys
+        if filled:
             self._next.copy_out(slots, filled, self._page_size, self._pages_per_block)
             self.counts.num_saved += len(filled)
 
-    def _write_again(self, keys: BlockKeys, tokens: Int32Array, block: int, index: int) -> None:
+    def _write_again(self, keys: BlockKeys, tokens: Int32Array, block: int, index: int) -> WriteJob | None:
         """Write a block of host memory whose file is missing, unless something is being done with the block."""
         storage, key = self._storage, keys.keys[index]
         if storage is None or storage.has(key) or self.blocks.is_pinned(block) or not storage.is_writing:
-            return
+            return None
         self.blocks.pin(block)
         self._num_writing += 1
-        storage.write(WriteJob(key, block, keys.content(tokens, index), use_time_ns(index)))
+        job = WriteJob(key, block, keys.content(tokens, index), use_time_ns(index))
+        storage.write(job)
+        return job
 
     def _take(self) -> int | None:
         if self._num_writing and self._storage is not None:
@@ -306,7 +304,7 @@ class KVTiers:
 
     def _unpin_saved(self, job: WriteJob) -> None:
         self.blocks.unpin(job.block)
-        self._touch(job.prefix)
+        self.blocks.touch(job.prefix)
 
     def _collect(self, jobs: list[ReadJob | WriteJob]) -> None:
         for job in jobs:
@@ -325,6 +323,7 @@ class KVTiers:
                     self._events.on_read(key, is_kept=is_kept)
             for _, block in reversed(job.blocks):
                 self.blocks.unpin(block)
+            self.blocks.touch(job.prefix)
 
     # KV events
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 
 class HostBlocks:
-    """Blocks 0 .. num_blocks - 1. Each call takes a constant time, except `clear` and `audit`."""
+    """Blocks 0 .. num_blocks - 1. For each block or key a call takes a constant time, except `clear` and `audit`."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
@@ -70,15 +70,14 @@ class HostBlocks:
     def is_pinned(self, block: int) -> bool:
         return self._pins[block] > 0
 
-    def touch(self, key: bytes) -> bool:
-        """Count a use of the block of this key. Returns whether there is one."""
-        block = self._block_of.get(key)
-        if block is None:
-            return False
-        if block in self._kept:
-            self._kept.move_to_end(block)
-            self._use(block)
-        return True
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of a prefix. `keys`: of consecutive blocks. The first one counts as used last: without it, the
+        others cannot be found. Blocks that are pinned or missing are left out."""
+        for key in reversed(keys):
+            block = self._block_of.get(key)
+            if block is not None and block in self._kept:
+                self._kept.move_to_end(block)
+                self._use(block)
 
     def take(self) -> int | None:
         """A block to fill, without a key and pinned once: a free one, or else the least recently used one.

@@ -40,6 +40,8 @@ class ReadJob:
     blocks: Sequence[tuple[bytes, int]]
     """Key and host block of each."""
     deadline_s: float
+    prefix: Sequence[bytes] = ()
+    """The keys of the blocks before them that are in host memory."""
     num_read: int = 0
     is_void: bool = False
     """Whether host memory was emptied since it began. What it has read is not kept."""
@@ -55,7 +57,7 @@ class WriteJob:
     used_ns: int | None = None
     """The time of its last use (kv_folder), in ns; None: when it is written."""
     prefix: Sequence[bytes] = ()
-    """The keys of the whole prefix that this job completes, if any."""
+    """The keys of the whole prefix, if this is the last job of its request."""
     is_written: bool = False
 
 

@@ -25,6 +25,15 @@ from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.pause_messages import PauseReq
 
 
+def keys_of(ids: list[int]) -> list[bytes]:
+    return BlockKeys(b"fake", "", 8).cover(np.array(ids, np.int32))
+
+
+def kept_keys(rig: Rig) -> list[bytes | None]:
+    """Of the blocks of host memory, the least recently used first."""
+    return [rig.kv.tiers.blocks._key_of[block] for block in rig.kv.tiers.blocks._kept]
+
+
 def test_a_full_host_memory_loses_a_prefix_from_its_end() -> None:
     """A prompt has five blocks of 8 tokens, and host memory has five blocks."""
     rig = Rig(page_size=4, host_blocks=5)
@@ -52,23 +61,42 @@ def test_the_start_of_a_prefix_is_as_recent_as_its_end(tmp_path: Path, has_files
         forget_pool(rig)
         ask(rig, rid, prompt(1, 41))
         settle_copies(rig)
-        kept = [rig.kv.tiers.blocks._key_of[block] for block in rig.kv.tiers.blocks._kept]
-        assert kept == BlockKeys(b"fake", "", 8).cover(np.array(prompt(1, 41), np.int32))[::-1]
+        assert kept_keys(rig) == keys_of(prompt(1, 41))[::-1]
 
 
-def test_blocks_that_are_read_go_from_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_blocks_that_are_read_go_from_the_end(tmp_path: Path, num_before: int) -> None:
+    """And before those that precede them in host memory."""
     rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
     ask(rig, "a", prompt(1, 41))
     settle(rig)
     fresh = Rig(page_size=4, host_blocks=5, storage=tmp_path)
-    fresh.add("b", prompt(1, 41))
+    if num_before:
+        ask(fresh, "b", prompt(1, 8 * num_before + 1))
+        forget_pool(fresh)
+    fresh.add("c", prompt(1, 41))
     fresh.turn()
-    fresh.abort("b")
+    fresh.abort("c")
     while fresh.kv.tiers._reading:  # a thread that ends leaves out what it has not begun to read
         fresh.kv.tiers.wait()
     settle(fresh)
-    kept = [fresh.kv.tiers.blocks._key_of[block] for block in fresh.kv.tiers.blocks._kept]
-    assert kept == BlockKeys(b"fake", "", 8).cover(np.array(prompt(1, 41), np.int32))[::-1]
+    assert kept_keys(fresh) == keys_of(prompt(1, 41))[::-1]
+
+
+@pytest.mark.parametrize("num_files", [0, 3])
+def test_blocks_that_are_written_again_go_from_the_end(tmp_path: Path, num_files: int) -> None:
+    """Also before those that have files."""
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle_copies(rig)
+    keys = keys_of(prompt(1, 41))
+    for key in keys[num_files:]:
+        (tmp_path / file_name(key)).unlink()  # as another server does that needs the space
+    rig.kv.tiers._storage.files.look()
+    ask(rig, "b", prompt(1, 41))
+    settle_copies(rig)
+    assert kept_keys(rig) == keys[::-1] and len(list(tmp_path.glob("*.kv"))) == 5
+    settle(rig)
 
 
 @pytest.mark.parametrize("place", ["pool", "host memory"])
@@ -77,7 +105,7 @@ def test_a_use_renews_the_files_without_a_read(tmp_path: Path, place: str) -> No
     storage = rig.kv.tiers._storage
     ask(rig, "a", prompt(1, 41))
     settle_copies(rig)
-    paths = [tmp_path / file_name(key) for key in BlockKeys(b"fake", "", 8).cover(np.array(prompt(1, 41), np.int32))]
+    paths = [tmp_path / file_name(key) for key in keys_of(prompt(1, 41))]
     for path in paths:
         os.utime(path, (0, 0))
     storage.files._known = dict.fromkeys(storage.files._known, 0)
@@ -224,7 +252,7 @@ def test_a_policy_looks_up_a_block_once(tmp_path: Path) -> None:
     assert fresh.kv.match_len(req) == 128
     req.tiers.is_settled = False
     assert num_looked_up() >= 16
-    keys = BlockKeys(b"fake", "", 8).cover(np.array(ids, np.int32))
+    keys = keys_of(ids)
     tiers._storage.files._forget(b"of another prompt")
     assert num_looked_up() <= 1, "the file of another prompt has gone"
     tiers._storage.files._forget(keys[20])

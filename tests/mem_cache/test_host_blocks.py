@@ -87,12 +87,13 @@ class BlockMachine(RuleBasedStateMachine):
             if block in self.keys:
                 self.kept.append(block)
 
-    @rule(key=st.sampled_from(KEYS))
-    def touch(self, key: bytes) -> None:
-        assert self.blocks.touch(key) == (key in self.keys.values())
-        for block in [block for block in self.kept if self.keys[block] == key]:
-            self.kept.remove(block)
-            self.kept.append(block)
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
+    def touch(self, keys: list[bytes]) -> None:
+        self.blocks.touch(keys)
+        for key in reversed(keys):
+            for block in [block for block in self.kept if self.keys[block] == key]:
+                self.kept.remove(block)
+                self.kept.append(block)
 
     @rule()
     def clear(self) -> None:
