@@ -95,8 +95,8 @@ class KVTiers:
             return False
         if state.job is not None and self._reading.get(state.job.blocks[0][0]) is state.job:
             return True
-        is_short = state.job is not None and state.job.num_read < len(state.job.blocks)
-        job = None if is_short else self._start_read(state, req, match_len(req))
+        has_failed = state.job is not None and state.job.missed in state.keys.places
+        job = None if has_failed else self._start_read(state, req, match_len(req))
         if job is None:
             state.is_settled = True
             return False

@@ -33,7 +33,7 @@ class ReqTiers:
     """Its tokens at its last admission. If it has more, the KV of all but the newest and the `num_unchecked` before it
     gave finite logits."""
     job: ReadJob | None = None
-    """The last read that it waited for since it was last released."""
+    """The last read that it waited for since it was last released. It may have begun for another request."""
     give_up_s: float | None = None
     """When it no longer waits for reads. None: it has not asked for any."""
     is_settled: bool = False

@@ -46,6 +46,11 @@ class ReadJob:
     is_void: bool = False
     """Whether host memory was emptied since it began. What it has read is not kept."""
 
+    @property
+    def missed(self) -> bytes | None:
+        """The first key that was not read, when it has ended. None: all were."""
+        return self.blocks[self.num_read][0] if self.num_read < len(self.blocks) else None
+
 
 @dataclass(eq=False, slots=True)
 class WriteJob:

@@ -13,6 +13,7 @@ from scheduler_rig import Rig
 from tier_asks import ask, forget_pool, prompt, rig_on_a_silent_disk, settle, settle_copies
 
 from tercet.mem_cache.block_keys import BlockKeys
+from tercet.mem_cache.kv_folder import file_name
 
 
 @pytest.mark.parametrize("is_good", [True, False])
@@ -36,6 +37,31 @@ def test_a_request_waits_for_one_read_and_no_turn_longer(
         time.sleep(0.001)
     assert not fresh.kv.awaits_storage(req) and not tiers._reading and req.tiers.is_settled
     assert req.tiers.job.num_read == (5 if is_good else 0)
+    settle(fresh)
+
+
+def test_a_damaged_file_of_another_prompt_costs_a_request_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts have the same beginning, so both requests wait for the read of the first one."""
+    first = prompt(1, 41)
+    second = [*first[:16], *prompt(2, 25)]
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    for rid, ids in (("a", first), ("b", second)):
+        ask(rig, rid, ids)
+    settle(rig)
+    third = BlockKeys(b"fake", "", 8).cover(np.array(first, np.int32))[2]
+    (tmp_path / file_name(third)).write_bytes(b"damaged")
+    fresh, held = Rig(page_size=4, host_blocks=64, storage=tmp_path), []
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.kv.tiers._storage, "read", held.append)
+        fresh.add("c", first, max_new_tokens=1)
+        fresh.add("d", second, max_new_tokens=1)
+        fresh.turn()
+    (job,) = held
+    fresh.kv.tiers._storage.read(job)
+    fresh.run()
+    assert [fresh.heard[rid].last.counts.cached_tokens for rid in "cd"] == [16, 40]
     settle(fresh)
 
 
