@@ -15,7 +15,7 @@ from ..srt.kv_events import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, Block
 from .radix_node import RadixNode
 
 _HASH_BYTES = 8
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 
 class CacheListener(Protocol):
@@ -98,7 +98,7 @@ def hash_pages(tokens: bytes, page_size: int, salt: str, parent_hash: int | None
         last = parent_hash.to_bytes(_HASH_BYTES, "big", signed=True)
     else:
         last = sha256(salt.encode()).digest()[:_HASH_BYTES] if salt else b""
-    page_bytes = _TOKEN_BYTES * page_size
+    page_bytes = TOKEN_BYTES * page_size
     hashes = []
     for start in range(0, len(tokens), page_bytes):
         last = sha256(last + tokens[start : start + page_bytes]).digest()[:_HASH_BYTES]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..srt.kv_events import MEDIUM_DISK, MEDIUM_HOST, BlockRemoved, KVEvent
-from .block_events import hash_pages, salt_of, stored_event
+from .block_events import TOKEN_BYTES, hash_pages, salt_of, stored_event
 from .block_keys import BlockContent
 
 Int32Array = npt.NDArray[np.int32]
@@ -91,6 +91,8 @@ class TierEvents:
         if content is None:
             self._on_removed(key, MEDIUM_DISK)
             self._leave_parent(key)
+            return
+        if len(content.tokens) != self._block_len * TOKEN_BYTES:  # no engine of this identity has written it
             return
         block = self._blocks.get(key)
         if block is None and content.before in self._blocks:

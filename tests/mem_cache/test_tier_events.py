@@ -365,6 +365,17 @@ def test_a_file_of_another_model_is_never_reported() -> None:
     assert not known.found
 
 
+@pytest.mark.parametrize("num_tokens", [0, PAGE, BLOCK + PAGE])
+def test_a_file_of_another_length_is_not_reported(num_tokens: int) -> None:
+    """Somebody else has written it. Without tokens it would have no hash to continue."""
+    known = Known()
+    content = CONTENTS[0]._replace(tokens=IDS[:num_tokens].tobytes())
+    known.events.on_file(content.key, content)
+    child = content._replace(before=content.key, tokens=IDS[:BLOCK].tobytes())
+    known.events.on_file(child.key, child)
+    assert not known.found
+
+
 def test_the_salt_is_the_namespace_as_valid_text() -> None:
     known = Known()
     content = BlockContent(BlockKeys(b"fake", "\ud800", BLOCK)._first, "\ud800", IDS[:BLOCK].tobytes())
