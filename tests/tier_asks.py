@@ -10,12 +10,18 @@ from patience import PATIENCE_S
 from scheduler_rig import Rig
 
 from fakes import expected_output
+from tercet.mem_cache.block_keys import BlockKeys
 
 VOCAB = 97
 
 
 def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def keys_of(ids: list[int]) -> list[bytes]:
+    """Of the blocks of a Rig with pages of 4 tokens."""
+    return BlockKeys(b"fake", "", 8).cover(np.array(ids, np.int32))
 
 
 def ask(rig: Rig, rid: str, ids: list[int], max_new_tokens: int = 4, salt: str = "") -> tuple[int, int, int]:

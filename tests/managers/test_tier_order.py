@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,21 +13,18 @@ from hypothesis import strategies as st
 from kv_makers import admit, make_req
 from random_steps.scheduler_case import WaitingBound
 from scheduler_rig import Rig
-from tier_asks import ask, forget_pool, prompt, rig_on_a_silent_disk, settle, settle_copies
+from tier_asks import ask, forget_pool, keys_of, prompt, rig_on_a_silent_disk, settle, settle_copies
 
 from tercet.managers import kv_tiers
 from tercet.managers.req import Stage
 from tercet.managers.req_tiers import ReqTiers
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
+from tercet.mem_cache import kv_folder
 from tercet.mem_cache.block_keys import BlockKeys
 from tercet.mem_cache.host_blocks import HostBlocks
-from tercet.mem_cache.kv_folder import file_name
+from tercet.mem_cache.kv_folder import file_name, use_time_ns
 from tercet.srt.logprobs import LogprobOptions
-from tercet.srt.pause_messages import PauseReq
-
-
-def keys_of(ids: list[int]) -> list[bytes]:
-    return BlockKeys(b"fake", "", 8).cover(np.array(ids, np.int32))
+from tercet.srt.pause_messages import ContinueReq, PauseReq
 
 
 def kept_keys(rig: Rig) -> list[bytes | None]:
@@ -83,19 +81,37 @@ def test_blocks_that_are_read_go_from_the_end(tmp_path: Path, num_before: int) -
     assert kept_keys(fresh) == keys_of(prompt(1, 41))[::-1]
 
 
-@pytest.mark.parametrize("num_files", [0, 3])
-def test_blocks_that_are_written_again_go_from_the_end(tmp_path: Path, num_files: int) -> None:
-    """Also before those that have files."""
+def test_blocks_that_are_loaded_go_from_the_end() -> None:
+    """Also if the request that loads them gets no token."""
+    rig = Rig(page_size=4, host_blocks=64)
+    ask(rig, "a", prompt(1, 41))
+    forget_pool(rig)
+    rig.add("b", prompt(1, 41))
+    rig.turn()
+    rig.abort("b")
+    rig.run()
+    assert rig.kv.tiers.counts.num_loaded == 10
+    assert kept_keys(rig) == keys_of(prompt(1, 41))[::-1]
+
+
+@pytest.mark.parametrize("missing", [range(5), range(3, 5), range(2)])
+def test_blocks_that_are_written_again_go_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: range
+) -> None:
+    """Also before those that have files. So do the files."""
+    monkeypatch.setattr(kv_folder, "time", SimpleNamespace(time_ns=lambda: 10**18))
     rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
     ask(rig, "a", prompt(1, 41))
     settle_copies(rig)
     keys = keys_of(prompt(1, 41))
-    for key in keys[num_files:]:
-        (tmp_path / file_name(key)).unlink()  # as another server does that needs the space
+    for index in missing:
+        (tmp_path / file_name(keys[index])).unlink()  # as another server does that needs the space
     rig.kv.tiers._storage.files.look()
     ask(rig, "b", prompt(1, 41))
     settle_copies(rig)
-    assert kept_keys(rig) == keys[::-1] and len(list(tmp_path.glob("*.kv"))) == 5
+    assert kept_keys(rig) == keys[::-1]
+    times = [(tmp_path / file_name(key)).stat().st_mtime_ns for key in keys]
+    assert times == [use_time_ns(index) for index in range(5)] == sorted(times, reverse=True)
     settle(rig)
 
 
@@ -149,10 +165,39 @@ def test_only_tokens_of_the_prompt_count_as_cached() -> None:
     assert (req.num_tokens, req.kv_len, req.host_tokens, req.storage_tokens) == (41, 40, 20, 0)
 
 
+def test_what_a_retracted_request_finds_again_does_not_count_as_cached() -> None:
+    rig = Rig(page_size=4, host_blocks=64)
+    ask(rig, "a", prompt(1, 41))
+    forget_pool(rig)
+    rig.add("b", prompt(1, 41), max_new_tokens=6)
+    rig.turn()
+    (req,) = rig.scheduler.queues.running
+    rig.inbox.messages.append(PauseReq(0, True))
+    while req.stage is not Stage.WAITING:
+        rig.turn()
+    rig.kv.cache.evict(512)
+    rig.inbox.messages.append(ContinueReq(0))
+    rig.run()
+    assert rig.kv.tiers.counts.num_loaded == 2 * 10
+    counts = rig.heard["b"].last.counts
+    assert (counts.cached_tokens, counts.host_tokens) == (40, 40)
+
+
 def test_what_a_policy_expects_follows_the_pool() -> None:
     tiers, req = Rig(page_size=4, host_blocks=64).kv.tiers, make_req(prompt(1, 41))
     for start in (24, 12, 40, 0):
         assert tiers.expected_end(req, start) == start
+
+
+def test_what_a_policy_expects_follows_the_output() -> None:
+    """A step that was in flight may return a token after the retraction."""
+    rig = Rig(page_size=4, host_blocks=64)
+    ask(rig, "a", prompt(1, 41))
+    forget_pool(rig)
+    req = make_req(prompt(1, 20))
+    assert rig.kv.match_len(req) == 16
+    req.output_ids += prompt(1, 41)[20:]
+    assert rig.kv.match_len(req) == 40
 
 
 def num_that_pass_a_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:

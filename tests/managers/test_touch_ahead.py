@@ -74,3 +74,13 @@ def test_slots_that_were_given_back_are_used_before_new_ones(page_size: int) -> 
     assert allocator.first_unused_slot == 8 * page_size
     take(allocator, page_size)
     assert allocator.first_unused_slot == 9 * page_size
+
+
+def test_a_slot_may_be_larger_than_a_slice() -> None:
+    pool = FakePool(5)
+    pool.bytes_per_slot = 3 * MIB
+    ahead = TouchAhead(make_allocator(4, 1), pool)
+    for _ in range(4):
+        assert ahead.is_due
+        ahead.touch_slice()
+    assert not ahead.is_due and pool.times.tolist() == [0, 1, 1, 1, 1]
