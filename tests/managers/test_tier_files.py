@@ -11,13 +11,16 @@ from kv_event_reader import DISK, HOST
 from kv_makers import admit, extend, make_req
 from patience import PATIENCE_S
 from scheduler_rig import Rig
-from tier_asks import ask, forget_pool, keys_of, prompt, rig_on_a_silent_disk, settle, settle_copies
+from tier_asks import VOCAB, ask, forget_pool, keys_of, prompt, rig_on_a_silent_disk, settle, settle_copies
 from tier_reader import TierReader
 
+from fakes import expected_output
 from tercet.managers import kv_tiers
+from tercet.managers.req import Stage
 from tercet.mem_cache.kv_folder import file_name
 from tercet.srt.io_struct import LengthFinish
 from tercet.srt.logprobs import LogprobOptions
+from tercet.srt.pause_messages import ContinueReq, PauseReq
 
 
 @pytest.mark.parametrize("is_good", [True, False])
@@ -40,6 +43,7 @@ def test_a_request_waits_for_one_read_and_no_turn_longer(
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
     assert not fresh.kv.awaits_storage(req) and not tiers._reading and req.tiers.is_settled
+    assert not req.tiers.awaits_files
     assert req.tiers.job.num_read == (5 if is_good else 0)
     settle(fresh)
 
@@ -131,6 +135,32 @@ def test_readers_of_events_learn_of_a_file_when_a_request_has_its_block(
     fresh.run()
     known.read()
     assert known.keys_in(DISK) == set(keys_of(ids))
+
+
+def test_a_retracted_request_may_wait_for_files_again(tmp_path: Path) -> None:
+    """Its first read has ended at a damaged file, and the time for it is over."""
+    ids = prompt(1, 41)
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", ids)
+    settle(rig)
+    (tmp_path / file_name(keys_of(ids)[2])).write_bytes(b"damaged")
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    fresh.add("b", ids)
+    while not fresh.scheduler.queues.running:
+        fresh.turn()
+    (req,) = fresh.scheduler.queues.running
+    assert fresh.kv.tiers.counts.num_read == 2
+    fresh.clock.now += kv_tiers.READ_TIMEOUT_S
+    fresh.inbox.messages.append(PauseReq(0, True))
+    while req.stage is not Stage.WAITING:
+        fresh.turn()
+    fresh.kv.cache.evict(512)
+    fresh.kv.tiers.blocks.clear()  # as if others had taken it
+    fresh.inbox.messages.append(ContinueReq(0))
+    fresh.run()
+    assert fresh.kv.tiers.counts.num_read == 4
+    assert fresh.heard["b"].ids == expected_output(ids, 1, 8, VOCAB)
+    settle(fresh)
 
 
 def test_only_what_was_read_counts_as_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

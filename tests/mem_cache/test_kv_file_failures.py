@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from io import FileIO
 from pathlib import Path
@@ -112,6 +113,20 @@ def test_after_a_failure_the_disk_is_left_alone_for_a_minute(tmp_path: Path, mon
     assert not files.is_writing and not files.write(key(1), CONTENT, block(1)) and not list(tmp_path.iterdir())
     now_s += 0.1
     assert files.is_writing and files.write(key(1), CONTENT, block(1)) and read(files, 1)
+
+
+def test_a_disk_that_fails_again_after_a_good_write_costs_another_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = KVFiles(tmp_path, 1 << 20)
+    for number in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_files.os, "replace", refuse)
+            assert not files.write(key(number), CONTENT, block(number))
+        files._retry_s = 0.0  # a minute has passed
+        assert files.write(key(number), CONTENT, block(number))
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 2 and all("Operation not permitted" in line for line in lines)
 
 
 class Reader(FileIO):

@@ -60,12 +60,12 @@ def test_blocks_are_written_and_read_into_other_blocks(tmp_path: Path) -> None:
     assert len(storage.ended(3)) == 3 and all(storage.has(key(number)) for number in range(3))
     read = ReadJob([(key(0), 5), (key(1), 6), (key(7), 7)], deadline_s=1.0)
     storage.read(read)
-    assert storage.ended(1) == [read] and read.num_read == 2, "up to the first one that is missing"
+    assert storage.ended(1) == [read] and read.num_read == 2 and read.missed == key(7), "up to the first one"
     assert np.array_equal(storage.memory[5:7], storage.memory[:2])
     late = ReadJob([(key(0), 4)], deadline_s=1.0)
     storage.time.now = 2.0
     storage.read(late)
-    assert storage.ended(1) == [late] and late.num_read == 0
+    assert storage.ended(1) == [late] and late.num_read == 0 and late.missed == key(0)
     assert storage.poll() == [] and storage.poll(0.001) == []
     storage.close(PATIENCE_S)
 
@@ -101,7 +101,7 @@ def test_the_thread_survives_an_unexpected_error(tmp_path: Path, monkeypatch: py
     assert read.num_read == (method != "read") and storage.has(key(1)) == (method != "write")
     again = ReadJob([(key(0), 6)], deadline_s=1.0)
     storage.read(again)
-    assert storage.ended(1) == [again] and again.num_read == 1
+    assert storage.ended(1) == [again] and again.num_read == 1 and again.missed is None
     storage.close(PATIENCE_S)
     assert str(errors[0]) == "unexpected"
     assert len(errors) <= 4 + (time.monotonic() - began_s) / 0.01, "it waits before it looks again"
@@ -255,6 +255,23 @@ def test_it_lists_the_files_and_then_what_comes_and_goes(tmp_path: Path, monkeyp
     for storage in (before, later):
         storage.close(PATIENCE_S)
         assert not storage.has_file_changes
+
+
+def test_a_write_that_finds_other_files_tells_what_each_of_them_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a write that needs room, the thread looks at the whole folder."""
+    storage, jobs = Storage(tmp_path), [true_job(number) for number in range(3)]
+    storage.write(jobs[0])
+    storage.ended(1)
+    storage.list_files()
+    assert changes(storage, 1) == [(jobs[0].key, jobs[0].content)]
+    KVFiles(tmp_path, 1 << 20).write(jobs[1].key, jobs[1].content, storage.memory[1])  # another server
+    write = storage.files.write
+    monkeypatch.setattr(storage.files, "write", lambda *args: storage.files.look() or write(*args))
+    storage.write(jobs[2])
+    assert changes(storage, 2) == [(one.key, one.content) for one in (jobs[2], jobs[1])]
+    storage.close(PATIENCE_S)
 
 
 def test_a_long_list_delays_neither_jobs_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

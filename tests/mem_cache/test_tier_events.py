@@ -316,6 +316,21 @@ def test_a_long_prompt_in_files_is_reported_at_once_when_its_start_is_found() ->
     assert len(known.found) == 3000
 
 
+def test_nothing_is_known_after_a_change_of_the_weights() -> None:
+    known, other = Known(), BlockKeys(b"other", "me", BLOCK)
+    other.cover(IDS)
+    events = known.events
+    events.on_saved(KEYS.keys, 0, IDS, "me")
+    events.on_read_begins(KEYS.keys, 1, IDS, "me")
+    events.on_file(KEYS.keys[3], CONTENTS[3])
+    events.clear(b"other")
+    known.found.clear()
+    assert not (events._blocks or events._reading or events._orphans or events._parents)
+    events.on_file(KEYS.keys[0], CONTENTS[0])
+    events.on_saved(other.keys, 0, IDS, "me")  # the same tokens have the same hashes
+    assert (known.prefix_lens(HOST), known.prefix_lens(DISK)) == ([BLOCK], [])
+
+
 def test_files_of_other_models_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_events, "_MAX_ORPHANS", 3)
     known, other = Known(), BlockKeys(b"other", "me", BLOCK)
@@ -323,7 +338,7 @@ def test_files_of_other_models_take_a_bounded_memory(monkeypatch: pytest.MonkeyP
     known.events.on_file(KEYS.keys[4], CONTENTS[4])
     for index in range(1, 6):
         known.events.on_file(other.keys[index], other.content(IDS, index))
-        assert len(known.events._parents) == sum(map(len, known.events._orphans.values())) <= 3
+        assert len(known.events._parents) == sum(map(len, known.events._orphans.values())) == min(index + 1, 3)
     known.events.on_file(KEYS.keys[3], CONTENTS[3])
     for index in range(3):
         known.events.on_file(KEYS.keys[index], CONTENTS[index])
@@ -370,9 +385,8 @@ def test_a_file_of_another_length_is_not_reported(num_tokens: int) -> None:
     """Somebody else has written it. Without tokens it would have no hash to continue."""
     known = Known()
     content = CONTENTS[0]._replace(tokens=IDS[:num_tokens].tobytes())
-    known.events.on_file(content.key, content)
-    child = content._replace(before=content.key, tokens=IDS[:BLOCK].tobytes())
-    known.events.on_file(child.key, child)
+    for one in (content, content._replace(before=content.key, tokens=IDS[:BLOCK].tobytes())):
+        known.events.on_file(one.key, one)
     assert not known.found
 
 
