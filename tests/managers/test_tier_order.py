@@ -21,6 +21,7 @@ from tercet.managers.req_tiers import ReqTiers
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache import kv_folder
 from tercet.mem_cache.block_keys import BlockKeys
+from tercet.mem_cache.forgotten_keys import ForgottenKeys
 from tercet.mem_cache.host_blocks import HostBlocks
 from tercet.mem_cache.kv_folder import file_name, use_time_ns
 from tercet.srt.logprobs import LogprobOptions
@@ -352,6 +353,33 @@ def test_what_was_found_is_looked_up_again_only_after_it_may_have_gone() -> None
         assert state.expect_end(tokens, 4, blocks, None) == end
     blocks.clear()
     assert state.expect_end(tokens, 4, blocks, None) == 4
+
+
+def test_a_change_of_what_was_found_is_noticed_without_a_look_up() -> None:
+    tokens = np.arange(40, dtype=np.int32)
+    state, blocks = ReqTiers(BlockKeys(b"", "", 4)), HostBlocks(4)
+    keys = state.keys.cover(tokens)
+    files = SimpleNamespace(forgotten=ForgottenKeys(), index={keys[2]})
+
+    def add(key: bytes) -> None:
+        block = blocks.take()
+        blocks.name(block, key)
+        blocks.unpin(block)
+
+    add(keys[1])
+    add(keys[0])
+    changes = [
+        (lambda: files.forgotten.add(keys[7]), 3),  # a later block of the same prompt
+        (lambda: files.index.add(keys[3]), 4),
+        (lambda: add(keys[4]), 5),
+        (lambda: [blocks.take() for _ in range(2)], 1),  # a free one, and the least recently used one
+    ]
+    assert state.expect_end(tokens, 0, blocks, files) == 3
+    for change, end in changes:
+        assert state.is_current(blocks, files)
+        change()
+        assert not state.is_current(blocks, files)
+        assert state.expect_end(tokens, 0, blocks, files) == end
 
 
 @given(places=st.lists(st.sets(st.integers(0, 9)), max_size=3), first=st.integers(0, 12), length=st.integers(0, 10))
