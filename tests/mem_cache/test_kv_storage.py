@@ -270,7 +270,7 @@ def test_a_write_that_finds_other_files_tells_what_each_of_them_stands_for(
     write = storage.files.write
     monkeypatch.setattr(storage.files, "write", lambda *args: storage.files.look() or write(*args))
     storage.write(jobs[2])
-    assert changes(storage, 2) == [(one.key, one.content) for one in (jobs[2], jobs[1])]
+    assert dict(changes(storage, 2)) == {one.key: one.content for one in jobs[1:]}
     storage.close(PATIENCE_S)
 
 
