@@ -107,25 +107,31 @@ def test_the_thread_survives_an_unexpected_error(tmp_path: Path, monkeypatch: py
     assert len(errors) <= 4 + (time.monotonic() - began_s) / 0.01, "it waits before it looks again"
 
 
-def test_reads_go_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = Storage(tmp_path)
+def test_reads_and_uses_go_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, order = Storage(tmp_path), []
     started, may_go = threading.Event(), threading.Event()
     write = storage.files.write
 
     def slow(*args: object) -> None:
         started.set()
         assert may_go.wait(PATIENCE_S)
+        order.append("write")
         write(*args)
 
     monkeypatch.setattr(storage.files, "write", slow)
+    monkeypatch.setattr(storage.files, "unrenewed", dict)
+    monkeypatch.setattr(storage.files, "renew", lambda *args: order.append("use"))
     writes = [job(number) for number in range(3)]
     for one in writes:
         storage.write(one)
     assert started.wait(PATIENCE_S)
-    read = ReadJob([(key(0), 5)], deadline_s=1.0)
-    storage.read(read)
+    storage.use([(key(0), 1)])  # `unrenewed` makes a dict of it
+    reads = [ReadJob([(key(0), block)], deadline_s=1.0) for block in (5, 6)]
+    for read in reads:
+        storage.read(read)
     may_go.set()
-    assert storage.ended(4) == [writes[0], read, *writes[1:]] and read.num_read == 1
+    assert storage.ended(5) == [writes[0], *reads, *writes[1:]] and [read.num_read for read in reads] == [1, 1]
+    assert order == ["write", "use", "write", "write"]
     storage.close(PATIENCE_S)
 
 
@@ -138,11 +144,22 @@ def test_close_writes_what_is_queued_but_not_for_ever(tmp_path: Path, monkeypatc
     storage._thread.join(PATIENCE_S)
     assert not storage._thread.is_alive()
 
-    stuck, may_go = Storage(tmp_path / "stuck"), threading.Event()
-    monkeypatch.setattr(stuck.files, "write", lambda *args: may_go.wait(PATIENCE_S))
-    stuck.write(job(0))
+    stuck, started, may_go = Storage(tmp_path / "stuck"), threading.Event(), threading.Event()
+    written = []
+
+    def write(one: bytes, *args: object) -> None:
+        written.append(one)
+        started.set()
+        assert may_go.wait(PATIENCE_S)
+
+    monkeypatch.setattr(stuck.files, "write", write)
+    for number in range(2):
+        stuck.write(job(number))
+    assert started.wait(PATIENCE_S)
     stuck.close(0.01)  # returns
     may_go.set()
+    stuck._thread.join(PATIENCE_S)
+    assert not stuck._thread.is_alive() and written == [key(0)]
 
 
 def test_close_reads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +272,20 @@ def test_it_lists_the_files_and_then_what_comes_and_goes(tmp_path: Path, monkeyp
     for storage in (before, later):
         storage.close(PATIENCE_S)
         assert not storage.has_file_changes
+
+
+def test_a_file_that_does_not_say_what_its_key_stands_for_has_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, jobs, asked = Storage(tmp_path), [true_job(number) for number in range(2)], threading.Event()
+    storage.write(jobs[0])
+    storage.ended(1)
+    monkeypatch.setattr(storage.files, "content", lambda one: asked.set())
+    storage.list_files()
+    assert asked.wait(PATIENCE_S)
+    storage.write(jobs[1])
+    assert changes(storage, 1) == [(jobs[1].key, jobs[1].content)]
+    storage.close(PATIENCE_S)
 
 
 def test_a_write_that_finds_other_files_tells_what_each_of_them_stands_for(
