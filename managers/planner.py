@@ -12,7 +12,7 @@ import numpy as np
 from ..model_executor.step import FROM_DEVICE
 from .fair_policy import FairPolicy, make_policy
 from .kv_cache_manager import KVCacheManager
-from .prefill_adder import Extend, PrefillAdder
+from .prefill_adder import Extend, PrefillAdder, awaits_prefix
 from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch, build_copies, build_decode, build_extend
@@ -154,8 +154,8 @@ class Planner:
         suffice. Returns whether it did.
 
         The lowest priority goes first, and among equals the newest. While a prompt of the same priority is in chunks,
-        nothing is preempted: a long candidate might not start beside it. A request that waits for its grammar or for
-        files is no candidate: the preempted ones would start again before it.
+        nothing is preempted: a long candidate might not start beside it. A request that waits for its grammar, for
+        files or for a prompt in chunks with its prefix is no candidate: the preempted ones would start again before it.
         """
         queues = self.queues
         ready = (req for req in queues.waiting if req.pending_abort is None and not req.awaits_grammar)
@@ -169,7 +169,7 @@ class Planner:
             for req in queues.holders()
             if req.urgency < candidate.urgency - threshold and req.pending_abort is None and not req.awaits_results
         ]
-        if not victims:
+        if not victims or awaits_prefix(self.kv, candidate, self._going_on()):
             return False
         victims.sort(key=lambda req: req.place, reverse=True)
         preempted = self._enough_for(candidate, victims)
@@ -246,7 +246,7 @@ class Planner:
             max_tokens=max(self._limits.max_prefill_tokens - len(joining), self.kv.page_size),
             chunk_size=self._limits.chunked_prefill_size,
             expected=self.ratio.reserved_by(queues.running) + self._watermark,
-            unfinished=[req for req in queues.unfinished if req.pending_abort is None],
+            unfinished=self._going_on(),
             time=time,
             engine_empty=not queues.running and not queues.unfinished,
         )
@@ -272,18 +272,23 @@ class Planner:
             return False
         return shortage.num_changes == queues.waiting.num_changes and not adder.has_memory_for(shortage.num_needed)
 
+    def _going_on(self) -> list[Req]:
+        """The unfinished prompts that continue."""
+        return [req for req in self.queues.unfinished if req.pending_abort is None]
+
     def _oldest_unfinished(self) -> Req | None:
-        going_on = (req for req in self.queues.unfinished if req.pending_abort is None)
-        return min(going_on, key=lambda req: req.place, default=None)
+        return min(self._going_on(), key=lambda req: req.place, default=None)
 
     def _due(self) -> Req | None:
         """The unfinished prompt that may not be held back any longer, if any. Those of higher priority still go
-        first."""
-        if self._num_held_back < MAX_HELD_BACK:
+        first, unless they wait for a prefix that an unfinished prompt computes."""
+        oldest = self._oldest_unfinished() if self._num_held_back >= MAX_HELD_BACK else None
+        if oldest is None:
             return None
-        oldest = self._oldest_unfinished()
         first = next(iter(self.queues.waiting), None)
-        return None if oldest is None or (first is not None and first.urgency > oldest.urgency) else oldest
+        if first is None or first.urgency <= oldest.urgency or awaits_prefix(self.kv, first, self._going_on()):
+            return oldest
+        return None
 
     def _count_held_back(self, extends: Sequence[Extend]) -> None:
         """Called before the requests of a planned step change their queues."""

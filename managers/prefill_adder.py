@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
@@ -97,10 +97,9 @@ class PrefillAdder:
         """Tokens of prompts that end in this step."""
         self._chunk: int | None = None
         """The place in `extends` of the chunk that does not end its prompt."""
-        self._share_len = self._pages_to(SHARE_LEN)
         self._shared_soon: set[tuple[str, bytes]] = set()
         """Prefixes that are not in the cache yet, and will be soon (`_next_prefix`)."""
-        self._unfinished = sorted(unfinished, key=lambda req: (-req.urgency, _rest(req), req.place))
+        self._unfinished = sorted(unfinished, key=_turn_of)
         """Those that are not in the step, highest priority and then shortest first."""
         for req in unfinished:
             self._reserve(req)
@@ -147,7 +146,7 @@ class PrefillAdder:
         start = self._kv.reusable_end(req, match)
         num_new = req.num_tokens - start
         self._end_shorter(req.urgency, num_new)
-        if self._next_prefix(req, num_cached, req.reusable_len) in self._shared_soon:
+        if _next_prefix(self._kv, req, num_cached, req.reusable_len) in self._shared_soon:
             return _Verdict.PASSED_BY
         length = num_new
         if num_new > min(self._chunk_size, self._room(req, start)):
@@ -227,7 +226,7 @@ class PrefillAdder:
     def _announce_prefix(self, req: Req) -> None:
         """Records the next tokens of a request, so that other requests with this prefix wait for them, if that saves
         enough."""
-        prefix = self._next_prefix(req, req.locked_len, req.num_tokens)
+        prefix = _next_prefix(self._kv, req, req.locked_len, req.num_tokens)
         if prefix is not None:
             self._shared_soon.add(prefix)
 
@@ -274,18 +273,6 @@ class PrefillAdder:
         least = max(self._page, MIN_TOKENS) - sum(extend.end - extend.start for extend in self.extends)
         return max(num_left, min(least, self._tokens_left))
 
-    def _next_prefix(self, req: Req, num_cached: int, num_tokens: int) -> tuple[str, bytes] | None:
-        """The shortest prefix that is worth waiting a step for: the cached tokens and SHARE_LEN more.
-
-        None if it is longer than `num_tokens`. If two requests of a pass have the same prefix, the second one finds
-        it in the cache after the first one's step. It is enough to compare this one length: if two requests have more
-        tokens in common than are cached of one of them, then equally many are cached of both.
-        """
-        end = num_cached + self._share_len
-        if end > num_tokens or not self._kv.cache.shares:
-            return None
-        return req.namespace, req.token_ids()[:end].tobytes()
-
     def _cut(self, req: Req, max_len: int) -> int:
         """The length of the next chunk: the whole rest if it has at most `max_len` tokens. Otherwise it ends at a page
         boundary, as it begins at one."""
@@ -295,6 +282,33 @@ class PrefillAdder:
     def _pages_to(self, num_tokens: int) -> int:
         """`num_tokens`, rounded up to whole pages."""
         return self._kv.growth(0, num_tokens)
+
+
+def awaits_prefix(kv: KVCacheManager, req: Req, unfinished: Collection[Req]) -> bool:
+    """Whether a waiting request skips the step, because an unfinished prompt goes on with its prefix."""
+    if not unfinished:
+        return False
+    prefix = _next_prefix(kv, req, kv.device_match_len(req), req.reusable_len)
+    first = min(unfinished, key=_turn_of)
+    return prefix is not None and prefix == _next_prefix(kv, first, first.locked_len, first.num_tokens)
+
+
+def _next_prefix(kv: KVCacheManager, req: Req, num_cached: int, num_tokens: int) -> tuple[str, bytes] | None:
+    """The shortest prefix that is worth waiting a step for: the cached tokens and SHARE_LEN more.
+
+    None if it is longer than `num_tokens`. If two requests of a pass have the same prefix, the second one finds it in
+    the cache after the first one's step. It is enough to compare this one length: if two requests have more tokens in
+    common than are cached of one of them, then equally many are cached of both.
+    """
+    end = num_cached + kv.growth(0, SHARE_LEN)
+    if end > num_tokens or not kv.cache.shares:
+        return None
+    return req.namespace, req.token_ids()[:end].tobytes()
+
+
+def _turn_of(req: Req) -> tuple[int, int, tuple[int, int]]:
+    """Orders unfinished prompts: highest priority and then shortest first."""
+    return -req.urgency, _rest(req), req.place
 
 
 def _rest(req: Req) -> int:

@@ -163,6 +163,20 @@ def test_nobody_is_preempted_while_an_equally_urgent_prompt_is_in_chunks() -> No
     assert rig.planner.num_retractions == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_is_preempted_for_a_request_that_waits_for_a_prefix(overlap: bool) -> None:
+    """The preempted request would start again before it in each step, and leave the prompt in chunks no room."""
+    rig = Rig(max_running=2, preemption_threshold=0, overlap=overlap, chunked_prefill_size=16)
+    rig.add("low", [1] * 5, max_new_tokens=200)
+    rig.turn()
+    rig.add("in chunks", list(range(90)), priority=1, max_new_tokens=1)
+    rig.turn()
+    rig.add("urgent", list(range(91)), priority=2, max_new_tokens=1)
+    rig.run()
+    assert rig.ended == ["urgent", "in chunks", "low"]
+    assert rig.heard["low"].last.counts.num_retractions == 1
+
+
 @pytest.mark.parametrize(
     ("watermark", "num_cached", "is_preempted"), [(0.0, 0, False), (0.3, 0, True), (0.0, 30, False)]
 )

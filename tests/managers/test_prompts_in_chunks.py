@@ -192,6 +192,19 @@ def test_a_less_urgent_prompt_takes_no_chunk_from_an_urgent_one() -> None:
     assert list(rig.heard) == ["high"]
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_short_prompts_do_not_hold_back_the_prefix_of_an_urgent_one(page_size: int) -> None:
+    """The urgent prompt waits for a less urgent one in chunks that begins like it."""
+    rig = make_rig(preemption_threshold=100, page_size=page_size)
+    rig.add("long", [index % 97 for index in range(640)], max_new_tokens=1)
+    rig.turn()
+    rig.add("urgent", [index % 97 for index in range(400)], priority=1, max_new_tokens=1)
+    for turn in range(60):
+        rig.add(f"short{turn}", [turn] * (1 if page_size == 1 else 9), max_new_tokens=1)
+        rig.turn()
+    assert rig.heard["urgent"].finish is not None
+
+
 def test_a_prompt_in_chunks_is_preempted() -> None:
     """The urgent request needs its memory."""
     rig = make_rig(pool_size=1000, preemption_threshold=0)
