@@ -130,8 +130,9 @@ class ExplainedPlanner(Planner):
 
     def _arrival_of(self, req: Req) -> _Arrival:
         """Of a request that has entered the queue since the last call of `_note_arrivals`."""
-        # A request in the queue that has had a row lost it in the last plan.
-        at_s = self._last_s if req.num_retractions else req.arrived_s
+        # A request in the queue that has had a row here lost it in the last plan. Retractions may be of an engine that
+        # has died.
+        at_s = req.arrived_s if req.queue_time_s is None else self._last_s
         return _Arrival(at_s, self._num_admitted, self._limits_until(at_s))
 
     def _limits_until(self, time_s: float) -> dict[Limit, float]:

@@ -15,6 +15,7 @@ from tercet.managers import explained_planner, kv_tiers
 from tercet.managers.explained_planner import Limit
 from tercet.managers.req import Req
 from tercet.managers.waiting_queue import WaitingQueue
+from tercet.srt.io_struct import Resumed
 from tercet.srt.pause_messages import ContinueReq, PauseReq
 
 Lines = dict[str, dict[str, Any]]
@@ -148,6 +149,15 @@ def test_a_request_may_be_preempted_and_start_again_in_one_plan(lines: Lines) ->
     assert runs.row and runs.num_retractions == 1
     run(rig)
     assert set(lines) == {"long", "short", "runs", f"runs {runs.num_retractions}"}
+
+
+def test_a_retraction_in_an_engine_that_has_died_is_no_wait(lines: Lines) -> None:
+    rig = make_rig(explain_s=3.0)
+    rig.turn()
+    rig.clock.now += 100.0
+    rig.add("resumed", [1] * 5, resumed=Resumed([7], None, num_retractions=1), waited_s=None)
+    run(rig)
+    assert not lines
 
 
 def test_a_wait_for_a_pause(lines: Lines) -> None:
