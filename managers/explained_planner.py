@@ -19,7 +19,6 @@ from .planner import PlanLimits, Planner, Proposer
 from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
-from .schedule_policy import expected_growth
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +188,10 @@ class ExplainedPlanner(Planner):
         return Limit.STEP if batch is not None and batch.num_prompt_tokens else Limit.DECODES
 
     def _has_memory_for(self, req: Req) -> bool:
-        """The admission rule of PrefillAdder, after the step that was planned."""
-        expected = self.ratio.reserved_by(self.queues.running) + self._watermark
-        expected += sum(expected_growth(one) + one.num_tokens - one.kv_len for one in self.queues.unfinished)
-        needed = req.num_tokens - self.kv.device_match_len(req) + expected_growth(req) + self.kv.page_size
-        return needed < self.kv.num_available - expected
+        """Whether an admission after the planned step would have room for a waiting request."""
+        adder = self._make_adder([], None)
+        needed = adder.num_needed(req, req.num_tokens - self.kv.device_match_len(req))
+        return adder.has_memory_for(needed + self.kv.evictable_match_len(req))
 
 
 def _end_of(req: Req) -> str | None:

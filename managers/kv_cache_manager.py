@@ -83,6 +83,10 @@ class KVCacheManager:
         path, req.matched_len = self.cache.match_path(req.token_ids()[: req.reusable_len], req.namespace)
         return path
 
+    def evictable_match_len(self, req: Req) -> int:
+        """Tokens of `device_match_len` that `num_available` counts. They are no room for the request itself."""
+        return self.cache.evictable_match_len(req.token_ids()[: req.reusable_len], req.namespace)
+
     def match(self, req: Req) -> MatchResult:
         found = self.cache.match(req.token_ids()[: req.reusable_len], req.namespace)
         req.matched_len = len(found.slots)

@@ -238,9 +238,9 @@ class Planner:
             return DECODES_PER_EXTEND
         return self.gap.decodes_due(batch.num_prompt_tokens, self._limits.max_prefill_tokens)
 
-    def _admit(self, joining: list[Req], time: TimeBudget | None) -> list[Extend]:
+    def _make_adder(self, joining: list[Req], time: TimeBudget | None) -> PrefillAdder:
         queues = self.queues
-        adder = self.adder_type(
+        return self.adder_type(
             self.kv,
             joining=joining,
             max_tokens=max(self._limits.max_prefill_tokens - len(joining), self.kv.page_size),
@@ -250,6 +250,9 @@ class Planner:
             time=time,
             engine_empty=not queues.running and not queues.unfinished,
         )
+
+    def _admit(self, joining: list[Req], time: TimeBudget | None) -> list[Extend]:
+        queues, adder = self.queues, self._make_adder(joining, time)
         if adder.num_left < 0 or self._is_in_vain(adder):
             return []
         ordered = iter(self._policy.order(queues.waiting))

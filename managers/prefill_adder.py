@@ -111,6 +111,10 @@ class PrefillAdder:
         """The number of tokens that the step may still allocate. Negative if not even the joining decodes fit."""
         return self._kv.num_available - self._num_charged
 
+    def num_needed(self, req: Req, num_new: int) -> int:
+        """The number of tokens that must be free for a request with `num_new` tokens beside its cached prefix."""
+        return num_new + expected_growth(req) + self._page
+
     def has_memory_for(self, num_needed: int) -> bool:
         """Whether this number of tokens is free, besides those that others are expected to need."""
         return num_needed < self.num_left - self._expected
@@ -176,7 +180,7 @@ class PrefillAdder:
         """Whether a request fits into memory with `num_new` tokens beside its cached prefix, which is locked."""
         if self._engine_empty:
             return self._pages_to(num_new) <= self.num_left
-        num_needed = num_new + expected_growth(req) + self._page
+        num_needed = self.num_needed(req, num_new)
         if self.has_memory_for(num_needed):
             return True
         self.refused = req, num_needed

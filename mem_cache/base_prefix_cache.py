@@ -96,6 +96,10 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
+    def evictable_match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+        """Tokens of the longest cached prefix that no request has locked. Has no effect on the cache."""
+
+    @abstractmethod
     def insert(
         self,
         tokens: npt.NDArray[np.int32],

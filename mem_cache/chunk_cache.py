@@ -40,6 +40,9 @@ class ChunkCache(BasePrefixCache):
     def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
         return (), 0
 
+    def evictable_match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+        return 0
+
     def insert(
         self,
         tokens: npt.NDArray[np.int32],

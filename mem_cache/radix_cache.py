@@ -110,6 +110,10 @@ class RadixCache(BasePrefixCache):
     def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
         return find(self._root, tokens, namespace, self.page_size)[:2]
 
+    def evictable_match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+        path, length, _ = find(self._root, tokens, namespace, self.page_size)
+        return max(length - sum(len(node.tokens) for node in path if node.lock_count), 0)
+
     def insert(
         self,
         tokens: npt.NDArray[np.int32],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_makers import make_req
 from patience import PATIENCE_S
 from scheduler_rig import Rig
 
@@ -71,6 +72,31 @@ def test_a_wait_for_memory(lines: Lines) -> None:
     run(rig)
     assert only_limit(lines["next"]) is Limit.MEMORY
     assert lines["next"]["num_admitted_before"] == 0, "large had started before"
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_wait_for_memory_is_one_that_an_admission_would_refuse(page_size: int, is_cached: bool) -> None:
+    """An admission locks the cached prefix of a request, so this prefix is no room for the rest of the request."""
+    seen = []
+    for length in range(41, 90):
+        rig = Rig(pool_size=120, page_size=page_size, overlap=False, chunked_prefill_size=8, explain_s=1e9)
+        if is_cached:
+            rig.add("seed", [5] * 40, max_new_tokens=1)
+            rig.run()
+        rig.add("decodes", [1] * 4, max_new_tokens=20)
+        rig.turn()
+        rig.add("in chunks", [2] * 30, max_new_tokens=1)
+        rig.turn()
+        rig.planner.ratio.value = 0.0
+        assert len(rig.planner.queues.running) == len(rig.planner.queues.unfinished) == 1
+        req = make_req([5] * length, 9, max_new_tokens=3)
+        assert rig.kv.device_match_len(req) == 40 * is_cached
+        seen.append(rig.planner._has_memory_for(req))
+        adder = rig.planner._make_adder([], None)
+        adder._chunk_size = adder._tokens_left = 1000
+        assert seen[-1] == any(extend.req is req for extend in adder.fill([req]))
+    assert set(seen) == {False, True}
 
 
 def test_a_wait_for_the_prompts_of_others(lines: Lines) -> None:
@@ -158,6 +184,75 @@ def test_a_retraction_in_an_engine_that_has_died_is_no_wait(lines: Lines) -> Non
     rig.add("resumed", [1] * 5, resumed=Resumed([7], None, num_retractions=1), waited_s=None)
     run(rig)
     assert not lines
+
+
+def test_a_request_that_ended_in_the_turn_of_its_arrival_is_forgotten(lines: Lines) -> None:
+    rig = make_rig(explain_s=0.0)
+    rig.inbox.messages.append(PauseReq(1, False))
+    rig.turn()
+    rig.add("leaves", [1] * 5)
+    rig.abort("leaves")
+    rig.turn()
+    rig.inbox.messages.append(ContinueReq(2))
+    rig.turn()
+    assert set(lines) == {"leaves"}
+    assert not rig.planner._arrivals and not rig.planner._new
+
+
+def test_a_wait_for_a_grammar(lines: Lines) -> None:
+    """Others pass the request meanwhile. Their waits are for their own reasons."""
+    rig = make_rig(max_running=1)
+    for name in ("constrained", "runs", "waits"):
+        rig.add(name, [1] * 5, max_new_tokens=9)
+        rig.scheduler._handle(rig.inbox.messages.pop())
+    constrained = rig.scheduler.queues.find("constrained")
+    constrained.awaits_grammar = True
+    for _ in range(30):
+        rig.turn()
+        rig.clock.now += 1.0
+    constrained.awaits_grammar = False
+    run(rig)
+    assert only_limit(lines["waits"]) is Limit.RUNNING
+    assert lines["constrained"]["limits_s"][Limit.GRAMMAR.value] >= 10.0
+
+
+def test_the_samples_that_a_line_names_are_those_with_the_most_tokens(lines: Lines) -> None:
+    """Tokens that the cache has are not computed. The sample of the line itself is not among those beside it."""
+    rig = make_rig(max_running=3, max_prefill_tokens=256, chunked_prefill_size=256)
+    rig.add("seed", [9] * 90, max_new_tokens=1)
+    rig.run()
+    for name, length in (("first", 30), ("second", 60), ("third", 10)):
+        rig.add(name, [ord(name[0]) % 90] * length, max_new_tokens=20 if name == "second" else 40)
+    rig.turn()
+    for name, prompt in (("cached", [9] * 90 + [1]), ("small", [2] * 20), ("large", [3] * 50)):
+        rig.add(name, prompt, max_new_tokens=40 if name == "large" else 1)
+    rig.add("last", [4] * 70, max_new_tokens=1)
+    run(rig)
+    fields = lines["last"]
+    assert fields["most_tokens_before"] == ["large", "small", "cached"]
+    assert fields["tokens_admitted_before"] == 50 + 20 + 1
+    assert lines["large"]["most_kv_now"] == ["first", "third"]
+
+
+def test_a_wait_is_long_from_the_given_length_on(lines: Lines) -> None:
+    rig = make_rig(max_running=1, explain_s=5.0)
+    rig.add("runs", [1] * 5, max_new_tokens=60)
+    rig.turn()
+    for name in ("short", "long"):
+        rig.add(name, [2] * 5)
+    rig.turn()
+    for name, seconds in (("short", 4.999), ("long", 0.001)):
+        rig.clock.now += seconds
+        rig.abort(name)
+        rig.turn()
+    assert set(lines) == {"long"}
+
+
+def test_in_a_pause_new_requests_need_places_in_the_queue() -> None:
+    rig = make_rig(max_queued=2)
+    rig.inbox.messages.append(PauseReq(1, False))
+    rig.turn()
+    assert rig.planner.queues.num_startable == 0
 
 
 def test_a_wait_for_a_pause(lines: Lines) -> None:

@@ -166,7 +166,7 @@ def test_a_cached_prefix_is_no_room_for_the_rest_of_its_own_request() -> None:
     kv = make_kv(1, pool_size=100)
     put_into_cache(kv, [1] * 60)
     adder = make_adder(kv)
-    adder.fill([make_req([1] * 60 + [2] * 39)])
+    adder.fill([make_req([1] * 60 + [2] * 38)])  # with its output and a page, it would have to leave nothing free
     assert adder.extends == []
     adder.fill([make_req([1] * 60 + [2] * 37)])
     assert [extend.end for extend in adder.extends] == [97]
