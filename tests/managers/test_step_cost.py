@@ -150,11 +150,29 @@ def test_the_cost_of_prompts_survives_any_number_of_decode_steps() -> None:
     assert after == pytest.approx(before[0], rel=0.05)
 
 
-def test_an_outlier_does_little() -> None:
+@pytest.mark.parametrize(("ratio", "most"), [(100, 0.4), (0.01, 0.14)])
+def test_an_outlier_does_little(ratio: float, most: float) -> None:
+    """`most`: how much it says about the errors of predictions."""
     model = fitted(SLOW)
     shape = StepShape.of_prompt(0, 300)
-    model.observe(shape, 100 * SLOW.seconds(shape))
-    assert model.cost.seconds(shape) < 1.2 * SLOW.seconds(shape)
+    model.observe(shape, ratio * SLOW.seconds(shape))
+    assert 0.8 * SLOW.seconds(shape) < model.cost.seconds(shape) < 1.2 * SLOW.seconds(shape)
+    assert model.spread(is_extend=True) < most + 0.01
+
+
+def test_a_step_without_time_teaches_nothing() -> None:
+    """A coarse clock may say so."""
+    model = StepCostModel()
+    for _ in range(2 * model.NUM_UNSURE):
+        model.observe(StepShape.of_prompt(0, 100), 0.0)
+    assert model.cost == PRIOR
+
+
+def test_decode_steps_are_learned_without_prompts() -> None:
+    model, shape = fitted(SLOW), StepShape(False, 8, 0, 0, 8 * 500)
+    for _ in range(100):
+        model.observe(shape, 2 * SLOW.seconds(shape))
+    assert model.cost.seconds(shape) == pytest.approx(2 * SLOW.seconds(shape), rel=0.05)
 
 
 @pytest.mark.parametrize("ratio", [0.4, 4.0])

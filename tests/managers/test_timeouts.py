@@ -155,6 +155,21 @@ def test_ended_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found._heap) < 80
 
 
+def test_live_requests_are_sorted_anew_only_when_they_have_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_sorted, heapify = 0, timeouts.heapq.heapify
+
+    def counted(heap: list) -> None:
+        nonlocal num_sorted
+        num_sorted += 1
+        heapify(heap)
+
+    monkeypatch.setattr(timeouts.heapq, "heapify", counted)
+    found = Timeouts(5.0, None, FakeClock())
+    for arrival in range(2000):
+        found.on_arrival(make_req(arrival))
+    assert len(found._heap) == 2000 and num_sorted <= 6
+
+
 def test_without_a_limit_there_is_no_deadline() -> None:
     found = Timeouts(None, None, FakeClock())
     req = make_req(0)
