@@ -86,7 +86,7 @@ class TenantShares:
         """The tenant was chosen before all others that wait. If it was not in credit, no tenant was, and all get a
         refill."""
         position = self.position(tenant)
-        self.round = max(self.round, math.floor(position) + 1)
+        self.round = math.floor(position) + 1  # the same round if the tenant was in credit
         self._raise(tenant, position, num_tokens)
 
     def _raise(self, tenant: str, position: float, num_tokens: int) -> None:

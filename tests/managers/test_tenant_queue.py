@@ -45,6 +45,7 @@ def test_tenants_take_turns_and_those_that_have_had_least_begin() -> None:
     assert [req.arrival for req in queue.in_turn(4)] == [3, 5, 0, 4]
     queue.put_back([of("c", -1), of("d", -2, urgency=1)])
     assert [req.arrival for req in queue.in_turn(9)] == [-2, 3, -1, 0, 4, 5, 1, 2]
+    assert [req.arrival for req in queue.in_turn(4)] == [-2, 3, -1, 0]
     assert list(queue) == sorted(queue, key=lambda req: req.place)
 
 
@@ -55,6 +56,21 @@ def test_it_knows_whether_several_tenants_wait() -> None:
     assert queue.has_several_tenants
     queue.remove(other)
     assert not queue.has_several_tenants
+
+
+def test_it_knows_only_tenants_with_requests_and_those_that_joined_last_come_first() -> None:
+    joined: list[str] = []
+    queue = TenantQueue(TenantShares({}, QUANTUM), joined.append)
+    reqs = [of(tenant, arrival) for arrival, tenant in enumerate("aabac")]
+    for req in reqs:
+        queue.add(req)
+    assert joined == ["a", "b", "c"]
+    assert list(queue.latest_tenants()) == ["c", "b", "a"]
+    queue.remove(reqs[2])
+    queue.add(of("b", 9, urgency=1))
+    assert joined == ["a", "b", "c", "b"]
+    assert list(queue.latest_tenants()) == ["b", "c", "a"]
+    assert [level.tenants.keys() for level in queue.levels()] == [{"b"}, {"a", "c"}]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +96,13 @@ def test_places_count_by_weight_and_of_equals_who_has_had_most_gives_way() -> No
     queue = filled("aabb")
     queue._shares.charge("a", 10)
     assert refused(queue, of("c", 99)) == 1
+
+
+def test_a_tenant_whose_requests_have_output_does_not_give_way() -> None:
+    queue = filled("aaabbc")
+    for req in queue:
+        req.output_ids = [5] if req.tenant == "a" else []
+    assert refused(queue, of("d", 99)) == 4
 
 
 def test_urgency_goes_before_shares() -> None:

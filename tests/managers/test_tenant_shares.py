@@ -60,6 +60,15 @@ def test_tenants_that_went_away_are_forgotten() -> None:
     assert credit(shares, "t1") < -1000  # not forgotten
 
 
+def test_a_tenant_with_a_whole_quantum_keeps_it_while_others_come() -> None:
+    shares = TenantShares({}, QUANTUM_TOKENS)
+    shares.join("waits")
+    shares.charge_chosen("other", QUANTUM_TOKENS)
+    for number in range(1000):
+        shares.charge(f"t{number}", 0)
+    assert credit(shares, "waits") == 1
+
+
 @given(
     weights=st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.25, 0.5, 2.0, 3.0])),
     start=st.integers(0, 3),

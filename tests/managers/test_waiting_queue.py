@@ -53,6 +53,26 @@ def test_it_is_in_the_order_of_the_places_and_counts_its_tokens(acts: list[tuple
             assert queue.num_tokens_before(of(1000, of_new)) == ahead
 
 
+def test_urgencies_beyond_64_bits_count_as_equal() -> None:
+    queue = filled(of(0, 2**70), of(1, 0), of(2, -(2**70)))
+    assert [queue.num_tokens_before(of(9, urgency)) for urgency in (2**71, 0, -(2**71))] == [10, 20, 30]
+
+
+def test_it_counts_its_changes_and_forgets_urgencies_without_requests() -> None:
+    queue, reqs = WaitingQueue(), [of(0, 5), of(1, -3)]
+    seen = {queue.num_changes}
+    for req in reqs:
+        queue.add(req)
+        seen.add(queue.num_changes)
+    for req in reqs:
+        queue.remove(req)
+        seen.add(queue.num_changes)
+    assert not queue._num_tokens._sums
+    queue.put_back(reqs)
+    seen.add(queue.num_changes)
+    assert len(seen) == 6
+
+
 def test_an_arrival_that_overtakes_others_sorts_no_requests(monkeypatch) -> None:
     monkeypatch.setattr(waiting_queue, "_arrival_of", None)
     queue = filled(*(of(arrival, urgency=arrival % 3) for arrival in range(9)))
