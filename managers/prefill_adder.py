@@ -208,7 +208,7 @@ class PrefillAdder:
         room = self._room(first, first.kv_len)
         if self._num_ending:
             room = min(room, self._num_ending // CHUNK_SHARE)
-        if room >= self._page or not self.extends:
+        if room >= self._page:
             self._go_on(first, room)
 
     def _go_on(self, req: Req, max_len: int) -> None:

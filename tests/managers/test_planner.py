@@ -17,7 +17,7 @@ from tercet.managers.schedule_policy import MAX_PASSED_OVER, MAX_SORTED, POLICIE
 from tercet.managers.token_gap import DECODES_PER_EXTEND
 from tercet.managers.waiting_queue import WaitingQueue
 from tercet.model_executor.forward_batch import ForwardMode
-from tercet.srt.io_struct import AbortFinish
+from tercet.srt.io_struct import AbortFinish, LengthFinish
 
 NUM_LOADS = int(os.environ.get("TERCET_SCHEDULES", "80"))
 """Random loads that a property is tried on; set TERCET_SCHEDULES=10000 for the long run."""
@@ -210,6 +210,14 @@ def test_every_request_that_fits_into_the_pool_runs_under_any_watermark(watermar
         rig.add(f"r{index}", [index] * 60, max_new_tokens=68)
     rig.run()
     assert all(len(heard.ids) == 68 for heard in rig.heard.values())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_request_of_the_size_of_the_pool_runs(page_size: int) -> None:
+    rig = Rig(pool_size=64, page_size=page_size)
+    rig.add("r", [1] * (64 - (page_size > 1)), max_new_tokens=int(page_size > 1))
+    rig.run()
+    assert isinstance(rig.heard["r"].finish, LengthFinish)
 
 
 # The waiting queue

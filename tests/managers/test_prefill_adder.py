@@ -184,6 +184,16 @@ def test_a_new_request_leaves_room_for_the_rest_of_an_unfinished_prompt(pool_siz
     assert (adder.refused is None) == is_admitted
 
 
+def test_of_equal_lengths_an_unfinished_prompt_ends_before_a_waiting_one_begins() -> None:
+    kv = make_kv(1)
+    first, second = make_req([1] * 60), make_req([2] * 20, 1)
+    make_adder(kv, max_tokens=40).fill([first])
+    assert kv.extend([first], np.array([40], np.int32)) is not None
+    adder = make_adder(kv, max_tokens=30, unfinished=[first])
+    assert [extend.req for extend in adder.fill([second])] == [first, second]
+    assert adder.extends[0].is_last_chunk and not adder.extends[1].is_last_chunk
+
+
 @given(
     page_size=st.integers(1, 16), num_pages=st.integers(1, 8), odd=st.integers(0, 15), prompt_len=st.integers(1, 300)
 )
