@@ -119,7 +119,7 @@ class ChatTemplate:
         prompt = self._rendered(chat, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
-    def _rendered(self, chat: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def _rendered(self, chat: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         variables = {"documents": None, **self._special_tokens, **variables, "messages": chat}
         try:
             return self._template.render(variables)

@@ -63,6 +63,7 @@ def test_one_answer(site: Site) -> None:
         ),
         ({"messages": HI, "add_generation_prompt": False}, "<user>hi\n"),
         ({"messages": HI, "chat_template_kwargs": {"mood": ":)"}}, "<user>hi\n<assistant>:)"),
+        ({"messages": HI, "chat_template_kwargs": {"chat": 1, "variables": 1}}, "<user>hi\n<assistant>"),
         (
             {"messages": [*HI, {"role": "assistant", "content": "Well"}], "continue_final_message": True},
             "<user>hi\n<assistant>Well",
