@@ -25,6 +25,7 @@ GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
 GRAMMAR_FIELDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 _SHOWN_CHARS = 80
+_MAX_ID_DIGITS = 10
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -115,7 +116,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bias = self.logit_bias or {}
         _check("logit_bias", len(bias), len(bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries")
         for key, value in bias.items():
-            key_ok = key.isascii() and key.isdigit() and int(key) < 2**31
+            # Python converts no text of thousands of digits, and raises an error without the name of the field.
+            key_ok = key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS and int(key) < 2**31
             _check("logit_bias", key, key_ok, "token ids as keys")
             _check("logit_bias", value, -100 <= value <= 100, "values in [-100, 100]")
 
