@@ -98,6 +98,8 @@ class _ResponsesFormat(PlannedFormat):
         self._sampling = sampling
         self._truncation: Literal["auto", "disabled"] = "auto" if truncates else "disabled"
         self._name = name
+        self._tools = [_repeated(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+        self._format = _repeated((body.text and body.text.format) or {"type": "text"}, "text.format")
         self._events: list[bytes] = []
         self._num_events = 0
         self._items: OutputItems
@@ -199,10 +201,10 @@ class _ResponsesFormat(PlannedFormat):
             top_p=sampling.top_p,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
-            tools=[msgspec.to_builtins(tool) for tool in body.tools or ()],
+            tools=self._tools,
             tool_choice=_choice_as_given(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            text={"format": (body.text and body.text.format) or {"type": "text"}},
+            text={"format": self._format},
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             metadata=body.metadata or {},
             user=body.user,
@@ -210,6 +212,17 @@ class _ResponsesFormat(PlannedFormat):
             prompt_cache_key=body.prompt_cache_key,
             truncation=self._truncation,
         )
+
+
+def _repeated(given: Any, param: str) -> msgspec.Raw:
+    """The JSON of a value of the request that the answer repeats.
+
+    Raises InvalidRequest: the decoder and the encoder may differ by a level or two in the depth that they can take.
+    """
+    try:
+        return msgspec.Raw(_encode(given))
+    except RecursionError:
+        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
 
 
 def _choice_as_given(choice: ResponsesToolChoice | str | None) -> Any:

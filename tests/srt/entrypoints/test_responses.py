@@ -336,6 +336,33 @@ def test_bad_input_is_refused(site: Site, body: dict[str, Any], param: str, says
     assert site.idle()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_tool", [False, True])
+def test_what_the_answer_repeats_can_be_nested_as_deeply_as_a_body(site: Site, is_tool: bool, stream: bool) -> None:
+    """The decoder refuses a deeper body. Every other one gets an answer, or an error that names the field."""
+    fields = '"tool_choice": "none", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]'
+    if not is_tool:
+        fields = '"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}'
+    text = f'{{"input": "hi", "max_output_tokens": 1, "stream": {str(stream).lower()}, {fields}}}'
+
+    def answer(depth: int) -> Any:
+        schema = '{"a":' * depth + "{}" + "}" * depth
+        return site.post(PATH, text.replace("SCHEMA", schema).encode())
+
+    works, fails = 10, 100_000
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        if (found := answer(middle)).status_code == 200:
+            works = middle
+        else:
+            assert found.status_code == 400
+            fails = middle
+    for depth in range(fails, fails + 20):
+        error = site.refused(PATH, text.replace("SCHEMA", '{"a":' * depth + "{}" + "}" * depth).encode())
+        assert "nested too deeply" in error["message"]
+    assert site.idle()
+
+
 def test_a_limit_during_a_call(site: Site) -> None:
     site.scheduler.say('<tool_call>{"name": "f", "arguments": {"x": "y')
     site.scheduler.fail = (1, LengthFinish(1))
