@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +20,7 @@ from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.kv_event_publisher import KVEventPublisher
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
-from tercet.srt.kv_events import BlockStored, KVEventsConfig, read_config
-from tercet.srt.server_args import ServerArgs
+from tercet.srt.kv_events import BlockStored, KVEventsConfig
 
 END = b"\xff" * 8
 WAIT_MS = 20_000
@@ -164,13 +164,43 @@ def test_a_reader_that_comes_late_gets_only_what_is_new(
     server.publisher.close()
 
 
+def test_every_new_reader_gets_a_repetition_and_not_only_the_first(
+    folder: Path, sockets: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    server = Server(folder)
+    server.store(2)
+    for _ in range(2):
+        server.now_s += 1.0
+        live = sockets(zmq.SUB, server.endpoint)
+        reader = KVEventReader()
+        frames = connected(server, live)
+        reader.apply(frames[2])
+        server.store(1)
+        while int.from_bytes(frames[1], "big") + 1 < server.publisher._next_seq:
+            frames = live.recv_multipart()
+            reader.apply(frames[2])
+        assert len(reader.prefixes) == num_cached(server.cache)
+    server.publisher.close()
+
+
+JOINS, LEAVES = b"\x01", b"\x00"
+
+
 class Wire:
-    """In place of the publishing socket: keeps the batches, and readers subscribe before every one."""
+    """In place of the publishing socket: keeps the batches. `told`: what readers have sent."""
 
     def __init__(self, publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[list[dict[str, Any]]] = []
-        monkeypatch.setattr(publisher, "_has_new_reader", lambda: True)
+        self.told: list[bytes] = []
         monkeypatch.setattr(publisher, "_socket", self)
+
+    def poll(self, timeout: int) -> int:
+        assert timeout == 0
+        return len(self.told)
+
+    def recv(self, flags: int) -> bytes:
+        assert flags == zmq.NOBLOCK
+        return self.told.pop(0)
 
     def send_multipart(self, frames: list[bytes], flags: int) -> None:
         assert flags == zmq.NOBLOCK
@@ -189,10 +219,8 @@ def test_readers_that_subscribe_all_the_time_get_one_repetition_a_second(
         wire = Wire(server.publisher, patch)
         for turn in range(100):
             server.now_s += 0.05
-            if turn % 2:
-                server.store(1)
-            else:
-                server.publisher.flush()
+            wire.told.append(JOINS)
+            server.store(1) if turn % 2 else server.publisher.flush()
         assert wire.num_repetitions == 5 and len(wire.batches[-1]) < 4
     messages = replay(sockets(zmq.DEALER, server.replay), 0)
     assert [int.from_bytes(seq, "big") for _, seq, _ in messages] == list(range(len(wire.batches) + 1))
@@ -204,6 +232,35 @@ def test_readers_that_subscribe_all_the_time_get_one_repetition_a_second(
     server.publisher.close()
 
 
+def test_each_reader_that_joins_waits_at_most_a_second_for_its_repetition(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(folder)
+    with monkeypatch.context() as patch:
+        wire = Wire(server.publisher, patch)
+        for after_s, told, num_repetitions in (
+            (0.0, [JOINS], 1),
+            (0.5, [JOINS], 1),  # too early
+            (0.25, [], 1),
+            (0.5, [], 2),
+            (2.0, [], 2),
+            (2.0, [LEAVES], 2),
+            (2.0, [JOINS, LEAVES], 3),
+            (2.0, [LEAVES, JOINS], 4),
+        ):
+            server.now_s += after_s
+            wire.told += told
+            server.publisher.flush()
+            assert (wire.num_repetitions, wire.told) == (num_repetitions, [])
+        server.now_s += 3600.0
+        server.store(1)
+        wire.told += [JOINS, LEAVES]
+        server.store(1)
+        assert wire.told == [], "it would take memory"
+        assert wire.num_repetitions == 4
+    server.publisher.close()
+
+
 def test_what_is_kept_for_repetitions_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_event_publisher, "_MAX_REPEATED", 100)
     server = Server(folder)
@@ -211,6 +268,7 @@ def test_what_is_kept_for_repetitions_is_bounded(folder: Path, monkeypatch: pyte
         wire = Wire(server.publisher, patch)
         for _ in range(50):
             server.now_s += 1.0  # less than a minute altogether
+            wire.told.append(JOINS)
             server.store(1)
             assert sum(len(event.get("token_ids", ())) for event in wire.batches[-1]) <= 100
     assert 5 < wire.num_repetitions < 20 and server.publisher._since_start is None
@@ -310,6 +368,23 @@ def test_a_publisher_connects_to_a_reader_that_listens(sockets: Callable[..., zm
     publisher.close()
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "ipc:///tmp/events"])
+def test_a_publisher_listens_on_a_wildcard_or_a_path(endpoint: str) -> None:
+    bound: list[str] = []
+    socket: Any = SimpleNamespace(bind=bound.append)
+    kv_event_publisher._open(socket, endpoint, always_bind=False)
+    assert bound == [endpoint]
+
+
+def test_the_replay_address_is_always_its_own(folder: Path, sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    """A connection to an address in use would be no error."""
+    other = sockets(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{other.bind_to_random_port('tcp://127.0.0.1')}"
+    config = KVEventsConfig(publisher="zmq", endpoint=f"ipc://{folder}/events", replay_endpoint=address)
+    with pytest.raises(ValueError, match=f"{address} cannot be used"):
+        KVEventPublisher(config)
+
+
 def test_nothing_is_published_without_events(server: Server) -> None:
     server.store(1)
     before = server.publisher._next_seq
@@ -323,55 +398,3 @@ def test_an_address_that_cannot_be_used_is_told(folder: Path, name: str) -> None
     config = msgspec.convert({**good, name: f"ipc://{folder}/none/x"}, KVEventsConfig)
     with pytest.raises(ValueError, match="none/x cannot be used: No such file"):
         KVEventPublisher(config)
-
-
-@pytest.mark.parametrize(
-    ("text", "is_on"),
-    [
-        ("{}", False),
-        ('{"publisher": "zmq"}', True),
-        ('{"publisher": "null"}', False),
-        ('{"enable_kv_cache_events": true}', True),
-        ('{"enable_kv_cache_events": false, "publisher": "zmq"}', False),
-        ('{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv@a@b", "hwm": 5}', True),
-    ],
-)
-def test_when_it_is_on(text: str, is_on: bool) -> None:
-    assert (read_config(text) is not None) == is_on
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nonsense", "malformed"),
-        ('{"publisher": "kafka"}', "publisher"),
-        ('{"endpoints": "tcp://*:1"}', "unknown field `endpoints`"),
-        ('{"buffer_steps": 0}', "buffer_steps"),
-        ('{"endpoint": "http://a"}', "must begin with tcp:// or ipc://"),
-        ('{"endpoint": "tcp://*"}', "must be tcp://HOST:PORT"),
-        ('{"replay_endpoint": "tcp://*:70000"}', "must be tcp://HOST:PORT"),
-        ('{"endpoint": "tcp://*:5557"}', "nothing is published"),
-    ],
-)
-def test_a_wrong_config_is_a_mistake_of_the_user(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"--kv-events-config: .*{message}"):
-        ServerArgs(model_path="m", kv_events_config=text)
-
-
-def test_it_needs_the_prefix_cache() -> None:
-    with pytest.raises(ValueError, match="needs the prefix cache"):
-        ServerArgs(model_path="m", kv_events_config='{"publisher": "zmq"}', disable_radix_cache=True)
-
-
-def test_how_server_info_describes_it() -> None:
-    config = read_config('{"publisher": "zmq", "endpoint": "tcp://*:6000", "replay_endpoint": "tcp://*:6001"}')
-    assert config is not None
-    assert config.described(64) == {
-        "publisher": "zmq",
-        "endpoint_host": "*",
-        "endpoint_port_base": 6000,
-        "topic": "",
-        "block_size": 64,
-        "dp_size": 1,
-        "replay_endpoint_port_base": 6001,
-    }
