@@ -55,7 +55,6 @@ TESTED_IN = {
     "managers.tier_copies": "managers/test_kv_tiers.py",
     "managers.tier_counts": "managers/test_kv_tiers.py",
     "mem_cache.base_prefix_cache": "mem_cache/test_chunk_cache.py",
-    "mem_cache.page_ledger": "mem_cache/test_allocator.py",
     "mem_cache.radix_audit": "mem_cache/test_radix_cache.py",
     "mem_cache.radix_node": "mem_cache/test_radix_cache.py",
 }

@@ -6,6 +6,8 @@ import asyncio
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -128,3 +130,69 @@ def test_the_links_are_files_that_only_their_owner_reaches(
             assert all(link.startswith(f"ipc://{first.path}/") for link in links)
     finally:
         first.remove()
+
+
+def test_each_life_has_its_own_sockets_and_removes_only_the_files_of_the_one_before(run_dir: RunDir) -> None:
+    kept = run_dir.path / "grammar"
+    for path in (kept, run_dir.journal, run_dir.stacks("scheduler")):
+        path.touch()
+    lives = [run_dir, run_dir.next_life()]
+    assert list(run_dir.path.iterdir()) == [kept]
+    for life in lives:
+        assert len({life.scheduler, life.detokenizer, life.tokenizer}) == 3
+    assert not {lives[0].scheduler, lives[0].detokenizer, lives[0].tokenizer, str(lives[0].journal)} & {
+        lives[1].scheduler,
+        lives[1].detokenizer,
+        lives[1].tokenizer,
+        str(lives[1].journal),
+    }
+
+
+def test_a_sender_waits_for_nobody_and_loses_nothing(run_dir: RunDir, context: zmq.Context) -> None:
+    """The receiver may be busy for long, or may not have begun. ZeroMQ would keep 1000 messages."""
+    sender: Sender = Sender(context, run_dir.scheduler)
+    sent = [AbortReq(str(number)) for number in range(3000)]
+    for message in sent:
+        sender.send(message)
+    receiver: Receiver = Receiver(context, run_dir.scheduler, ToScheduler)
+    received: list = []
+    while len(received) < len(sent):
+        assert receiver.wait(PATIENCE_S)
+        received += receiver.drain()
+    assert received == sent
+
+
+def test_a_receiver_handles_what_came_before_its_start_and_nothing_after_its_end(
+    run_dir: RunDir, context: zmq.Context
+) -> None:
+    handled: list[Any] = []
+    failures: list[Any] = []
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, failure: failures.append(failure))
+        receiver: AsyncReceiver = AsyncReceiver(context, run_dir.tokenizer, ToTokenizer, handled.append)
+        sender: Sender = Sender(context, run_dir.tokenizer)
+        sender.send(BatchTextOut([text("a")]))
+        assert receiver._receiver.wait(PATIENCE_S)  # the descriptor has told of the message, and tells once
+        receiver.start(loop)
+        async with asyncio.timeout(PATIENCE_S):
+            while not handled:
+                await asyncio.sleep(0)
+        receiver.close()
+        other: AsyncReceiver = AsyncReceiver(context, run_dir.detokenizer, ToTokenizer, handled.append)
+        other.start(loop)
+        other.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(work())
+    assert len(handled) == 1 and failures == []
+
+
+def test_a_wait_is_given_in_seconds(run_dir: RunDir, context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver: Receiver = Receiver(context, run_dir.scheduler, ToScheduler)
+    waits_ms: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver, "_socket", SimpleNamespace(poll=waits_ms.append))
+        assert not receiver.wait(0.25)
+    assert waits_ms == [250]

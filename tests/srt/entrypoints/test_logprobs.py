@@ -7,8 +7,9 @@ from typing import Any
 import fake_http
 import msgspec
 import pytest
-from fake_http import BOS_TOKEN, EOS, Site, text_of
+from fake_http import BOS_TOKEN, EOS, Site, byte_tokenizer, text_of
 from fake_results import fake_logprobs
+from tokenizers.processors import TemplateProcessing
 
 from tercet.srt.entrypoints import sse
 from tercet.srt.entrypoints.openai.logprobs import _finite
@@ -182,6 +183,24 @@ def test_special_tokens_in_an_echo_are_where_its_text_has_them(
     (choice,) = site.good(COMPLETIONS, body)["choices"]
     assert choice["text"] == text + text_of(1)
     assert choice["logprobs"]["text_offset"] == offsets
+
+
+def test_a_token_that_is_added_before_a_text_is_at_its_beginning(site: Site) -> None:
+    """The echo is the client's own text, which lacks the added tokens."""
+    tokenizer = site.manager.inputs.tokenizer = byte_tokenizer()
+    special = [("<bos>", BOS_TOKEN), ("<eos>", EOS)]
+    tokenizer.backend.post_processor = TemplateProcessing(single="<bos> <eos> $A", special_tokens=special)
+    (choice,) = site.good(COMPLETIONS, {"prompt": "ab", "max_tokens": 1, "logprobs": 0, "echo": True})["choices"]
+    assert choice["text"] == "ab" + text_of(1)
+    assert choice["logprobs"]["tokens"] == ["<bos>", "<eos>", "a", "b", "\x00"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]
+
+
+def test_of_tokens_with_one_text_the_most_probable_counts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.manager.inputs.tokenizer, "token_text", lambda token: "same")
+    (choice,) = site.good(COMPLETIONS, {"prompt": "ab", "max_tokens": 2, "logprobs": 2})["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [0.0, -0.25]
+    assert choice["logprobs"]["top_logprobs"] == [{"same": 0.0}, {"same": 0.0}]
 
 
 def test_echo_without_log_probabilities(site: Site) -> None:
