@@ -80,7 +80,7 @@ def plan_answer(
         reasoning=None if content_only and reasoning != HARMONY else reasoning,
         tools=tool_format,
         functions=Functions({name: offered[name].parameters for name in names} if tools else {}),
-        most_calls=1 if parallel is False and tools else None,
+        most_calls=1 if parallel is False else None,
     )
     strict = tuple(name for name in names if offered[name].strict)
     plan = AnswerPlan(tools, form, stream_reasoning is False, content_only, strict=strict)

@@ -94,6 +94,7 @@ def test_what_cannot_stand_beside_calls_is_refused(site: Site) -> None:
         ({"response_format": tag, "tools": [tool(strict=True)]}, "response_format", "both constrain"),
         ({"ebnf": 'root ::= "a"'}, "ebnf", "not possible beside tools"),
         ({"json_schema": "{"}, "json_schema", "not JSON"),
+        ({"json_schema": "[" * 10_000}, "json_schema", "not JSON"),
         ({"regex": "bad"}, "regex", "bad"),
     ):
         error = site.refused(CHAT, {**ASK, "tools": [tool()], **fields})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import string
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from fake_http import Site
 from field_walks import Effect, Table, Walk, check
 
-from tercet.srt.entrypoints.openai.structured import ANY_OBJECT
+from tercet.srt.entrypoints.openai.structured import ANY_OBJECT, MAX_CHOICES, _one_of
 from tercet.srt.entrypoints.openai.structured_protocol import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.grammar_spec import MAX_GRAMMAR_BYTES, GrammarSpec
@@ -41,9 +43,16 @@ def site() -> Iterator[Site]:
             "allowed only with type json_schema, got type text",
         ),
         ({"response_format": {"type": "json_object", "triggers": []}}, "response_format.triggers", "structural_tag"),
+        (
+            {"response_format": {"type": "json_object", "structures": []}},
+            "response_format.structures",
+            "structural_tag",
+        ),
+        ({"response_format": {"type": "text", "format": {}}}, "response_format.format", "got type text"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to 1000 texts"),
+        ({"structured_outputs": {"choice": ["a"] * 1001}}, "structured_outputs.choice", "1 to 1000 texts"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "none of them empty"),
         ({"structured_outputs": {"guided": "a"}}, "structured_outputs.guided", "unknown field"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "regex", "bytes long"),
@@ -113,6 +122,20 @@ def test_a_format_without_a_schema_is_any_object(site: Site) -> None:
     any_schema = {"type": "json_schema", "json_schema": {"name": "x"}}
     site.good("/v1/completions", {**COMPLETION, "response_format": any_schema})
     assert site.scheduler.received[-1].options.sampling.json_schema == ANY_OBJECT
+
+
+def test_an_empty_schema_allows_any_value(site: Site) -> None:
+    given = {"type": "json_schema", "json_schema": {"schema": {}}}
+    site.good("/v1/completions", {**COMPLETION, "response_format": given})
+    assert site.scheduler.received[-1].options.sampling.json_schema == "{}"
+
+
+def test_a_choice_stands_for_its_own_characters_only() -> None:
+    texts = [*string.printable, "a|b", "a\\d", "aa", "(?i)a", "[^a]"]
+    for text in texts:
+        pattern = _one_of([text, "other"])
+        assert [one for one in texts if re.fullmatch(pattern, one)] == [text]
+    assert len(_one_of(["a"] * MAX_CHOICES).split("|")) == MAX_CHOICES
 
 
 def test_a_lone_surrogate_is_no_grammar(site: Site) -> None:

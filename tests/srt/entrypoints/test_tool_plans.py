@@ -76,15 +76,29 @@ def test_a_choice_that_is_too_large_is_named(site: Site) -> None:
     assert site.refused(PATH, body)["param"] == "tool_choice"
 
 
+def test_a_required_call_is_read_as_it_is_written_and_not_in_the_channels_of_the_reasoning() -> None:
+    """The grammar of the call has no room for channels."""
+    with serving(tool_call_parser="hermes", reasoning_parser="gpt-oss") as site:
+        site.scheduler.say(CALL)
+        assert message_of(site, tools=[tool("f")], tool_choice="required")["tool_calls"]
+
+
+def test_a_function_that_is_allowed_twice_excludes_the_others(site: Site) -> None:
+    site.good(PATH, {**HI, "tools": [tool("f"), tool("g")], "tool_choice": allowed("auto", "f", "f")})
+    assert len(form_of(site)["tags"]) == 1
+
+
 def test_functions_that_are_allowed_need_no_grammar_in_a_format_that_has_none() -> None:
     with serving(tool_call_parser="hermes", reasoning_parser="gpt-oss") as site:
         body = {**HI, "tools": [tool("f"), tool("g")], "tool_choice": allowed("auto", "f")}
         assert site.post(PATH, body).status_code == 200
 
 
-@pytest.mark.parametrize(("length", "status"), [(128, 200), (129, 400)])
-def test_the_length_of_a_name(site: Site, length: int, status: int) -> None:
-    answer = site.post("/tokenize", {**HI, "tools": [tool("f" * length)]})
+@pytest.mark.parametrize(
+    ("name", "status"), [("f" * 128, 200), ("f" * 129, 400), ("get_1.x-y", 200), ("é", 400), ("f\n", 400)]
+)
+def test_the_name_of_a_function(site: Site, name: str, status: int) -> None:
+    answer = site.post("/tokenize", {**HI, "tools": [tool(name)]})
     assert answer.status_code == status, answer.text
 
 
