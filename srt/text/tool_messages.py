@@ -75,9 +75,9 @@ def _shaped(message: Message, shape: CallShape) -> Message:
 
 
 def _arguments(arguments: Any, as_text: bool) -> Any:
-    """The arguments as text or as an object. Text that is no object stays text."""
+    """The arguments as text or as an object. Text that is no object stays text; empty text is an empty object."""
     if as_text:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return (arguments or "{}") if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -110,7 +110,7 @@ def without_tools(messages: Sequence[Message], tools: Sequence[Message] | None, 
 
 
 def _written(function: Message) -> str:
-    arguments = _arguments(function["arguments"], as_text=True) or "{}"
+    arguments = _arguments(function["arguments"], as_text=True)
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n</tool_call>'
 
 

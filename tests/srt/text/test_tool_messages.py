@@ -65,6 +65,14 @@ def test_text_that_is_no_object_is_rendered_as_it_is() -> None:
     assert ChatTemplate(OBJECT, {}).render(chat).endswith('[f "{\\"x\\": "]')
 
 
+@pytest.mark.parametrize("source", [OBJECT, TEXT])
+def test_a_call_without_arguments_has_an_empty_object_in_every_shape(source: str) -> None:
+    """Some clients send empty text where a stream had no piece of arguments."""
+    for arguments in ("", "{}", {}):
+        chat = [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+        assert ChatTemplate(source, {}).render(chat).endswith("[f {}]")
+
+
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no ' + m.role) }}"
