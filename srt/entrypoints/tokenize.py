@@ -108,10 +108,19 @@ async def tokenize(server: Server, request: Request, body: TokenizeBody) -> ASGI
         assert body.prompt is not None
         text = body.prompt
         add_special_tokens = body.add_special_tokens is not False
-    ids = await server.manager.inputs.encode_off_loop(text, add_special_tokens)
+    ids = await _encoded(server, text, add_special_tokens, "prompt" if body.messages is None else "messages")
     strs = await in_thread_if_large(request, _token_strs, server, ids) if body.return_token_strs else UNSET
     answer = TokenizeAnswer(ids, len(ids), server.manager.facts.context_len, strs)
     return await in_thread_if_large(request, json_response, answer)
+
+
+async def _encoded(server: Server, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    """The token ids of a text. Raises InvalidRequest that names `param`, the field of the text."""
+    try:
+        return await server.manager.inputs.encode_off_loop(text, add_special_tokens)
+    except InvalidRequest as error:
+        error.param = param
+        raise
 
 
 def _token_strs(server: Server, ids: list[int]) -> list[str | None]:
@@ -125,8 +134,8 @@ async def _tokenize_list(server: Server, request: Request, texts: list[str], bod
     tokens: list[msgspec.Raw] = []
     counts: list[int] = []
     strs: list[list[str | None]] = []
-    for text in texts:
-        ids = await server.manager.inputs.encode_off_loop(text, body.add_special_tokens is not False)
+    for i, text in enumerate(texts):
+        ids = await _encoded(server, text, body.add_special_tokens is not False, f"prompt[{i}]")
         if body.return_token_strs:
             strs.append(await in_thread_if_large(request, _token_strs, server, ids))
         tokens.append(msgspec.Raw(_encode(ids)))

@@ -101,6 +101,9 @@ CONVERSATION: list[dict[str, Any]] = [
 ]
 
 
+SHORT = [{"type": "summary_text", "text": "short"}]
+
+
 @pytest.mark.parametrize(
     ("body", "prompt"),
     [
@@ -127,6 +130,7 @@ CONVERSATION: list[dict[str, Any]] = [
             "<assistant>b\n<assistant>[why]<tool_call>c1 f{}\n<assistant>",
         ),
         ({"input": [{"type": "reasoning"}, CONVERSATION[2]]}, "<assistant>b\n<assistant>"),
+        ({"input": [{**CONVERSATION[1], "summary": SHORT}, CONVERSATION[2]]}, "<assistant>b[why]\n<assistant>"),
         ({"input": "hi", "text": {}, "reasoning": {}, "tools": []}, "<user>hi\n<assistant>"),
         (
             {"input": "hi", "reasoning": {"effort": None}, "chat_template_kwargs": {"reasoning_effort": "low"}},

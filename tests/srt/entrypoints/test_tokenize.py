@@ -64,6 +64,8 @@ def test_token_ids(site: Site, path: str) -> None:
         ("/tokenize", {"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
         ("/tokenize", {"prompt": 5}, "prompt", "got int"),
         ("/tokenize", {"prompt": "x" * 100_000}, "prompt", "at most"),
+        ("/tokenize", {"prompt": ["a", "x" * 100_000]}, "prompt[1]", "at most"),
+        ("/tokenize", {"messages": [{**HI[0], "content": "x" * 100_000}]}, "messages", "at most"),
         (
             "/tokenize",
             {"prompt": "a", "add_generation_prompt": True},
