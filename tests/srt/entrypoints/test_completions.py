@@ -210,6 +210,7 @@ def test_another_model_is_not_found(site: Site) -> None:
         ),
         ({"prompt": "a", "max_token": 1}, "max_token", "did you mean max_tokens"),
         ({"prompt": "a", "rid": "x" * 257}, "rid", "1 to 256"),
+        ({"prompt": "a", "rid": ""}, "rid", "1 to 256"),
         ({"prompt": "x" * 256}, "prompt", "at most 255 fit"),
         ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 prompts"),
         ({"prompt": ["a"] * 40, "n": 128}, "n", "at most 4096"),
