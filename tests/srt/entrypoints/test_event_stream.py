@@ -29,11 +29,14 @@ class Sent:
         self.stream: sse.EventStream
 
     def run(self, parts: Parts) -> None:
+        asyncio.run(self.serve(parts))
+
+    async def serve(self, parts: Parts) -> None:
         def on_end() -> None:
             self.has_ended = True
 
         self.stream = sse.EventStream(parts(self), self.manager, on_end)
-        asyncio.run(self.stream(None, None, self._send))  # type: ignore[arg-type]
+        await self.stream(None, None, self._send)  # type: ignore[arg-type]
         assert self.has_ended and not self.manager.on_stall
 
     async def _send(self, message: Any) -> None:
@@ -116,6 +119,17 @@ def test_tokens_flow_only_if_none_of_the_last_intervals_was_silent(sent: Sent) -
     sent.run(parts)
 
 
+def test_the_first_comment_comes_at_once(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def parts(sent: Sent) -> AsyncGenerator[bytes, None]:
+        sent.stall()
+        await silence()
+        assert sent.num_comments == 1
+        yield TOKEN
+
+    monkeypatch.setattr(sse, "_COMMENT_INTERVAL_S", 3600.0)
+    sent.run(parts)
+
+
 def test_a_stream_that_begins_in_a_stall_has_comments_and_none_after_its_end(sent: Sent) -> None:
     async def parts(sent: Sent) -> AsyncGenerator[bytes, None]:
         await silence()
@@ -143,7 +157,10 @@ def test_a_client_that_is_gone_ends_the_parts(sent: Sent, monkeypatch: pytest.Mo
         finally:
             closed.append(sent.has_ended)
 
+    async def work() -> None:
+        made = parts(sent)  # the reference keeps it from being closed as garbage
+        await sent.serve(lambda _: made)
+        assert closed == [True]
+
     monkeypatch.setattr(sent, "_send", gone)
-    made = parts(sent)
-    sent.run(lambda _: made)
-    assert closed == [True]
+    asyncio.run(work())
