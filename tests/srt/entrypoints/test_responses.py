@@ -11,6 +11,8 @@ import pytest
 from fake_http import CONTEXT_LEN, Site, text_of
 
 from tercet.managers import generation
+from tercet.srt.entrypoints.openai.responses import _repeated
+from tercet.srt.errors import InvalidRequest
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 
 PATH = "/v1/responses"
@@ -365,6 +367,15 @@ def test_what_the_answer_repeats_can_be_nested_as_deeply_as_a_body(site: Site, i
         error = site.refused(PATH, text.replace("SCHEMA", '{"a":' * depth + "{}" + "}" * depth).encode())
         assert "nested too deeply" in error["message"]
     assert site.idle()
+
+
+def test_what_cannot_be_repeated_names_its_field() -> None:
+    value: dict[str, Any] = {}
+    for _ in range(100_000):
+        value = {"a": value}
+    with pytest.raises(InvalidRequest, match=r"text\.format is nested too deeply") as caught:
+        _repeated(value, "text.format")
+    assert caught.value.param == "text.format"
 
 
 def test_a_limit_during_a_call(site: Site) -> None:

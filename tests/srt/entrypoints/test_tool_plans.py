@@ -76,11 +76,12 @@ def test_a_choice_that_is_too_large_is_named(site: Site) -> None:
     assert site.refused(PATH, body)["param"] == "tool_choice"
 
 
-def test_a_required_call_is_read_as_it_is_written_and_not_in_the_channels_of_the_reasoning() -> None:
+@pytest.mark.parametrize("choice", ["required", allowed("auto", "f")])
+def test_a_constrained_call_is_read_as_it_is_written_and_not_in_the_channels_of_the_reasoning(choice: Any) -> None:
     """The grammar of the call has no room for channels."""
     with serving(tool_call_parser="hermes", reasoning_parser="gpt-oss") as site:
         site.scheduler.say(CALL)
-        assert message_of(site, tools=[tool("f")], tool_choice="required")["tool_calls"]
+        assert message_of(site, tools=[tool("f"), tool("g")], tool_choice=choice)["tool_calls"]
 
 
 def test_a_function_that_is_allowed_twice_excludes_the_others(site: Site) -> None:
