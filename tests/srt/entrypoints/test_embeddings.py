@@ -79,6 +79,7 @@ def test_a_vector_of_zeros_stays_as_it_is(site: Site, monkeypatch: pytest.Monkey
         ({"input": []}, "input", "at least one prompt"),
         ({"input": ""}, "input", "empty"),
         ({"input": ["a", ""]}, "input[1]", "empty"),
+        ({"input": ["a"] * 1025}, "input", "input must have at most 1024 prompts, got 1025"),
         ({"input": ["a", 5]}, "input", "not a mix"),
         ({"input": [258]}, "input", "must be in"),
         ({"input": "a" * 300}, "input", "maximum context length is 256 tokens"),

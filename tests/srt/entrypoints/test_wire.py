@@ -105,6 +105,7 @@ def test_a_hostile_name_is_shown_short_and_on_one_line() -> None:
 def test_shown() -> None:
     assert shown("hé\n") == "'h\\xe9\\n'"
     assert len(shown("x" * 10_000)) < 100
+    assert shown("x" * 78) == f"'{'x' * 78}'" and shown("x" * 79) == f"'{'x' * 79}..."
 
 
 def test_fields_are_documented_required_ones_first_and_restricted_ones_last() -> None:
