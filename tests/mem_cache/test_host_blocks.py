@@ -125,6 +125,16 @@ class BlockMachine(RuleBasedStateMachine):
 TestBlockMachine = BlockMachine.TestCase
 
 
+def test_the_first_block_of_a_prefix_counts_as_used_last() -> None:
+    blocks = HostBlocks(3)
+    for key in KEYS[:3]:
+        block = blocks.take()
+        blocks.name(block, key)
+        blocks.unpin(block)
+    blocks.touch(KEYS[:2])
+    assert [blocks._key_of[block] for block in blocks._kept] == [KEYS[2], KEYS[1], KEYS[0]]
+
+
 def test_the_audit_finds_a_block_in_two_states_or_none() -> None:
     for spoil in (
         lambda blocks: blocks._free.append(0),
