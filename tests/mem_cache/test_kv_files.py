@@ -59,6 +59,14 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert not smaller.has(key(9)) and smaller.is_writing, "larger than the bound"
 
 
+def test_a_full_folder_loses_nothing_at_a_restart(tmp_path: Path) -> None:
+    files = KVFiles(tmp_path, 5 * FILE_SIZE)
+    for number in range(5):
+        files.write(key(number), CONTENT, block(number))
+    again = KVFiles(tmp_path, 5 * FILE_SIZE)
+    assert all(read(again, number) for number in range(5)) and again.num_removed == 0
+
+
 def test_a_prefix_goes_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_files, "use_time_ns", lambda index: 10**18 - index * BLOCK_STEP_NS)
     files = KVFiles(tmp_path, int(4.5 * FILE_SIZE))
@@ -127,7 +135,7 @@ def test_some_space_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.M
     for number in range(9):
         assert files.write(key(number), CONTENT, block(number))
         age(tmp_path, number, 100 - number)
-        assert spare(tmp_path) >= 0
+        assert spare(tmp_path) >= 0 and (number >= 6 or not files.num_removed)
     assert files.has(key(8)) and not files.has(key(0)), "old files make room"
     foreign, num_files = 6 * size - 100, len(list(tmp_path.iterdir()))
     assert not files.write(key(9), CONTENT, block(9)) and not files.is_writing

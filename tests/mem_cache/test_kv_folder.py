@@ -133,16 +133,21 @@ def test_what_nobody_can_lock_stays_for_an_hour(tmp_path: Path, monkeypatch: pyt
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, others = fcntl.flock, [tmp_path]
+    flock, others, close = fcntl.flock, [tmp_path], os.close
+    locked: list[int] = []
+    closed: list[int] = []
 
     def late(descriptor: int, operation: int) -> None:
+        locked.append(descriptor)
         for folder in others[:1]:  # another server looks at the folder first
             others.clear()
             list_folder(folder)
         flock(descriptor, operation)
 
     monkeypatch.setattr(kv_folder.fcntl, "flock", late)
+    monkeypatch.setattr(kv_folder.os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
     file, path = open_unfinished(tmp_path)
+    assert locked[0] in closed
     with file:
         assert os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     assert [one.name for one in tmp_path.iterdir()] == [Path(path).name]
