@@ -6,6 +6,7 @@ They are checked once, in the HTTP process.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import get_args
 
@@ -25,7 +26,7 @@ GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
 GRAMMAR_FIELDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 _SHOWN_CHARS = 80
-_MAX_ID_DIGITS = 10
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,8 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bias = self.logit_bias or {}
         _check("logit_bias", len(bias), len(bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries")
         for key, value in bias.items():
-            # Python converts no text of thousands of digits, and raises an error without the name of the field.
-            key_ok = key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS and int(key) < 2**31
+            # Without leading zeros, so that a token has one key. Longer texts are no ids, and slow to convert.
+            key_ok = _TOKEN_ID.fullmatch(key) is not None and int(key) < 2**31
             _check("logit_bias", key, key_ok, "token ids as keys")
             _check("logit_bias", value, -100 <= value <= 100, "values in [-100, 100]")
 
