@@ -184,9 +184,16 @@ class BoundEndpoint:
 
     async def _answer(self, request: Request) -> ASGIApp:
         for name in request.query_params:
-            if name not in self._query and name not in IGNORED_QUERY:
+            if name in IGNORED_QUERY:
+                continue
+            if name not in self._query:
                 known = ", ".join(sorted(self._query)) or "none"
                 raise InvalidRequest(f"unknown query parameter {shown(name)}; known: {known}", param=name[:80])
+            num_values = len(request.query_params.getlist(name))
+            if num_values > 1:
+                raise InvalidRequest(
+                    f"query parameter {shown(name)} must be given once, got {num_values} values", param=name
+                )
         body = await self._body(request)
         return await self._endpoint.handler(self.server, request, body)
 

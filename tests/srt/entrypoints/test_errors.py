@@ -167,6 +167,13 @@ def test_query_parameters_are_declared(site: Site) -> None:
     assert "unknown query parameter 'time'; known: timeout" in error_of(answer)["message"]
 
 
+@pytest.mark.parametrize("query", ["timeout=0&timeout=5", "timeout=5&api-version=1&timeout=5"])
+def test_a_query_parameter_that_is_given_twice_is_refused(site: Site, query: str) -> None:
+    answer = site.get(f"/flush_cache?{query}")
+    assert answer.status_code == 400 and error_of(answer)["param"] == "timeout"
+    assert error_of(answer)["message"] == "query parameter 'timeout' must be given once, got 2 values"
+
+
 def test_health_of_a_defect(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "check_up", lambda server: 1 / 0)
     assert site.get("/health").status_code == 500
