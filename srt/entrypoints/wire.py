@@ -32,6 +32,7 @@ _MESSAGE_CHARS = 300
 _PATH = re.compile(r" - at `\$\.?([^`]*)`\Z")
 _UNKNOWN = re.compile(r"\AObject contains unknown field `(.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"\AObject missing required field `(.*)`\Z")
+_NO_CHOICE = ("Invalid enum value", "Invalid value")
 
 
 def doc(description: str) -> Meta:
@@ -153,14 +154,16 @@ class BodyCodec(Generic[T]):
         if unknown is not None:
             name = unknown.group(1)
             place = f" in {path}" if path else ""
-            hint = _hint(name, _struct_at(self.type, path))
+            hint = _hint(name, next(iter(_structs_at(self.type, path)), None))
             return InvalidRequest(f"unknown field {shown(name)}{place}{hint}", param=_join(path, name[:_SHOWN_CHARS]))
         missing = _MISSING.match(text)
         if missing is not None:
             name = _join(path, missing.group(1)) or ""
             return InvalidRequest(f"{name} is required", param=name)
         lowered = (text[:1].lower() + text[1:_MESSAGE_CHARS]).replace("`", "")  # it may quote what was sent
-        return InvalidRequest(f"{path or 'the body'}: {lowered}", param=path or None)
+        choices = _choices_at(self.type, path) if text.startswith(_NO_CHOICE) else []
+        allowed = f"; allowed: {', '.join(choices)}" if choices else ""
+        return InvalidRequest(f"{path or 'the body'}: {lowered}{allowed}", param=path or None)
 
 
 def shown(value: object) -> str:
@@ -220,13 +223,37 @@ def structs_in(cls: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
     return [one.cls for field in _struct_type(cls).fields for one in _structs(field.type)]
 
 
-def _struct_at(cls: type, path: str) -> msgspec.inspect.StructType | None:
-    here = next(_structs(msgspec.inspect.type_info(cls)), None)
+def _structs_at(cls: type, path: str) -> list[msgspec.inspect.StructType]:
+    here = list(_structs(msgspec.inspect.type_info(cls)))
     for part in filter(None, path.split(".")):
         name = part.split("[")[0]
-        field = next((field for field in here.fields if field.encode_name == name), None) if here else None
-        here = None if field is None else next(_structs(field.type), None)
+        here = [inner for one in here for field in _fields(one, name) for inner in _structs(field.type)]
     return here
+
+
+def _fields(struct: msgspec.inspect.StructType, name: str) -> list[msgspec.inspect.Field]:
+    return [field for field in struct.fields if field.encode_name == name]
+
+
+def _choices_at(cls: type, path: str) -> list[str]:
+    """The texts that are allowed at a path. Empty if the path does not tell which object it is about."""
+    parent, _, name = path.rpartition(".")
+    structs = _structs_at(cls, parent)
+    tags = [str(one.tag) for one in structs if one.tag_field == name]
+    fields = [field for one in structs for field in _fields(one, name.split("[")[0])]
+    return tags or ([str(value) for value in _literals(fields[0].type)] if len(fields) == 1 else [])
+
+
+def _literals(info: msgspec.inspect.Type) -> Iterator[Any]:
+    if isinstance(info, msgspec.inspect.Metadata):
+        yield from _literals(info.type)
+    elif isinstance(info, msgspec.inspect.UnionType):
+        for member in info.types:
+            yield from _literals(member)
+    elif isinstance(info, msgspec.inspect.ListType):
+        yield from _literals(info.item_type)
+    elif isinstance(info, msgspec.inspect.LiteralType):
+        yield from info.values
 
 
 def _hint(name: str, struct: msgspec.inspect.StructType | None) -> str:

@@ -131,3 +131,36 @@ def test_a_long_value_is_quoted_in_part() -> None:
     with pytest.raises(InvalidRequest, match="side: invalid enum value 'xxx") as caught:
         BodyCodec(Chosen).decode(b'{"side": "' + b"x" * 100_000 + b'"}')
     assert len(caught.value.message) < 400
+
+
+class Side(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    side: Annotated[Literal["left", "right"] | None, doc("Which")] = None
+
+
+class Circle(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="circle"):
+    fill: Annotated[Literal["red"] | None, doc("Its colour")] = None
+
+
+class Square(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="square"):
+    fill: Annotated[Literal["blue"] | None, doc("Its colour")] = None
+
+
+class Drawing(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    sides: Annotated[list[Side] | None, doc("Several")] = None
+    shape: Annotated[Circle | Square | None, doc("One")] = None
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "allowed"),
+    [
+        (b'{"sides": [{}, {"side": "up"}]}', "sides[1].side", "; allowed: left, right"),
+        (b'{"shape": {"kind": "up"}}', "shape.kind", "; allowed: circle, square"),
+        # The path does not tell which of the two objects it is.
+        (b'{"shape": {"kind": "square", "fill": "up"}}', "shape.fill", ""),
+    ],
+)
+def test_an_error_about_a_choice_lists_what_is_allowed(body: bytes, path: str, allowed: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        BodyCodec(Drawing).decode(body)
+    assert caught.value.message.endswith(f" value 'up'{allowed}")
+    assert caught.value.param == path
