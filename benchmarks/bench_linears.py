@@ -35,7 +35,7 @@ from ..model_executor.weights.quantization import BITS_PER_WEIGHT, HEAD_FORM
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.model_files.model_name import model_name
 from .argument_types import numbers, positive
-from .ceilings import Rate, best_rate
+from .ceilings import INT4, Rate, best_rate
 from .kernel_case import relative_error
 from .presets import PRESETS, load_shape
 from .results import Result, add_results_arguments, finish, number, percent
@@ -78,7 +78,7 @@ class Kind:
         """Type of the numbers that are multiplied. With quantized weights, that of the weights."""
         if self.form is None or self.is_widened:
             return self.dtype
-        return torch.int4 if self.form == "int4" else torch.int8
+        return INT4 if self.form == "int4" else torch.int8
 
 
 def kinds_here(config: ModelConfig) -> dict[str, Kind]:

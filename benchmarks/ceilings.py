@@ -30,6 +30,8 @@ _TRIAL_SIZE = 256
 _TRIAL_SHARE = 0.25
 """Share of the best instruction's rate that the short measurement must reach. Small products are slower than large."""
 TORCH_PRODUCT = "torch's matrix product"
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs do not have it
+"""In place of the type of weights of 4 bits, which torch does not multiply."""
 
 
 class Rate(NamedTuple):
@@ -58,14 +60,13 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16, 
 def best_rate(device: torch.device, dtype: torch.dtype, size: int) -> Rate:
     """The highest rate at which the device multiplies numbers of this type. `size`: as in `matmul_flops_per_s`.
 
-    On a CPU, torch's product does not always use the fastest instruction. torch.int4 (on a CPU with C++ kernels) stands
-    for weights of 4 bits; torch has no product of this type.
+    On a CPU, torch's product does not always use the fastest instruction. INT4 needs a CPU with C++ kernels.
     """
     rates: list[Rate] = []
     if device.type == "cpu" and cpu_extension.load() is not None:
         measured = torch.ops.tercet_cpu.instruction_rates(dtype, _INSTRUCTION_S)
         rates = [Rate(ops_per_s, name) for name, ops_per_s in measured.items()]
-    if dtype == torch.int4:
+    if dtype == INT4:
         return max(rates)
     # Torch's product of a type that the processor does not multiply can take minutes.
     if not rates or matmul_flops_per_s(device, dtype, min(size, _TRIAL_SIZE)) > _TRIAL_SHARE * max(rates).ops_per_s:

@@ -9,7 +9,7 @@ from bench_models import TINY, json_of, tiny_flags
 
 from tercet.benchmarks import bench_linears
 from tercet.benchmarks.bench_linears import CpuCeilings, Kind, Step
-from tercet.benchmarks.ceilings import TORCH_PRODUCT, Rate
+from tercet.benchmarks.ceilings import INT4, TORCH_PRODUCT, Rate
 from tercet.benchmarks.results import Result
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.kinds import TorchLayers, layers_for
@@ -63,7 +63,7 @@ def test_the_nearer_ceiling_is_the_limit() -> None:
 
 @pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 def test_shares_are_of_the_instruction_for_the_type_that_is_multiplied() -> None:
-    float32, int8, int4 = torch.float32, torch.int8, torch.int4
+    float32, int8, int4 = torch.float32, torch.int8, INT4
     layers = layers_for("cpu", float32, quantized=True)
     kinds = [Kind("fp32", TorchLayers(), float32), *(Kind(form, layers, float32, form) for form in ("int8", "int4"))]
     steps = [Step(kind) for kind in kinds]

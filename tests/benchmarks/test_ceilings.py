@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tercet.benchmarks import ceilings
-from tercet.benchmarks.ceilings import TORCH_PRODUCT, Rate, best_rate, matmul_flops_per_s
+from tercet.benchmarks.ceilings import INT4, TORCH_PRODUCT, Rate, best_rate, matmul_flops_per_s
 from tercet.model_executor import cpu_extension
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_weights_of_4_bits_have_no_product_of_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.ops, "tercet_cpu", fake_ops)
     monkeypatch.setattr(cpu_extension, "load", lambda: "a build")
     monkeypatch.delattr(ceilings, "matmul_flops_per_s")
-    assert best_rate(CPU, torch.int4, 64) == Rate(100.0, "VPDPBUSD")
+    assert best_rate(CPU, INT4, 64) == Rate(100.0, "VPDPBUSD")
 
 
 def test_without_compiled_operations_the_ceiling_is_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
