@@ -123,6 +123,17 @@ def test_a_burst_of_prompts_is_computed_before_the_first_decode_of_its_own() -> 
     assert [step.mode.name[0] for step in rig.runner.steps] == ["E", "E", "D", "D", "D"]
 
 
+def test_decodes_that_join_wait_for_no_step_of_their_own() -> None:
+    rig = Rig(pool_size=1024, mixed=True, overlap=False)
+    rig.add("stream", [1] * 5, max_new_tokens=50)
+    rig.turn()
+    rig.add("long", [2] * 200, max_new_tokens=1)
+    for _ in range(4):
+        rig.turn()
+    assert [step.mode for step in rig.runner.steps] == [ForwardMode.EXTEND] * 5
+    assert len(rig.heard["stream"].ids) == 5 and rig.heard["long"].finish is not None
+
+
 # Prompts in chunks
 
 
@@ -186,6 +197,24 @@ def test_no_two_requests_retract_one_another(watermark: float, overlap: bool) ->
             assert rig.heard[rid].ids == expected_output(prompt, 1, max_new_tokens, 97)
         retractions = sorted(heard.last.counts.num_retractions for heard in rig.heard.values())
         assert retractions[0] == 0 and 1 <= retractions[1] <= 2, f"load {seed}: {retractions}"
+
+
+def test_the_expected_outputs_follow_decode_steps_and_retractions() -> None:
+    rig = Rig(pool_size=128, overlap=False, conservativeness=0.1)
+    start = rig.planner.ratio.value
+    for rid in "ab":
+        rig.add(rid, [ord(rid) % 90] * 4, max_new_tokens=90)
+        rig.turn()
+    assert rig.planner.ratio.value == start
+    for count in range(1, 4):
+        rig.turn()
+        assert rig.planner.ratio.value == pytest.approx(start - count * rig.planner.ratio._decay)
+    for _ in range(90):
+        if rig.planner.num_retractions:
+            break
+        rig.turn()
+    (kept,) = rig.scheduler.queues.running
+    assert rig.planner.ratio.value == pytest.approx((len(kept.output_ids) - 1 + 20) / 90, abs=0.01)
 
 
 def test_an_admission_leaves_the_watermark_free() -> None:

@@ -12,7 +12,7 @@ from kv_makers import make_kv, make_req, put_into_cache
 from scheduler_rig import Rig
 
 from tercet.managers.kv_cache_manager import KVCacheManager
-from tercet.managers.prefill_adder import SHARE_LEN, PrefillAdder
+from tercet.managers.prefill_adder import CHUNK_SHARE, SHARE_LEN, PrefillAdder
 from tercet.managers.req import Req
 from tercet.managers.token_gap import MIN_TOKENS, TimeBudget
 
@@ -192,6 +192,66 @@ def test_of_equal_lengths_an_unfinished_prompt_ends_before_a_waiting_one_begins(
     adder = make_adder(kv, max_tokens=30, unfinished=[first])
     assert [extend.req for extend in adder.fill([second])] == [first, second]
     assert adder.extends[0].is_last_chunk and not adder.extends[1].is_last_chunk
+
+
+def make_unfinished(kv: KVCacheManager, arrival: int, rest: int, urgency: int = 0) -> Req:
+    """A prompt of which 40 tokens are computed."""
+    req = make_req([arrival + 10] * (40 + rest), arrival)
+    req.urgency = urgency
+    make_adder(kv, max_tokens=40).fill([req])
+    assert kv.extend([req], np.array([40], np.int32)) is not None
+    return req
+
+
+def lens(adder: PrefillAdder) -> list[tuple[int, int]]:
+    """The requests of the step, and their tokens in it."""
+    return [(extend.req.arrival, extend.end - extend.start) for extend in adder.extends]
+
+
+@pytest.mark.parametrize(("pool_size", "is_admitted"), [(93, False), (94, True)])
+def test_what_a_step_computes_is_reserved_once(pool_size: int, is_admitted: bool) -> None:
+    """The unfinished prompt has 40 tokens and gets 20. It expects an output. The other one needs 32."""
+    kv = make_kv(1, pool_size=pool_size)
+    adder = make_adder(kv, unfinished=[make_unfinished(kv, 0, 20)])
+    adder.fill([make_req([1] * 30, 1)])
+    assert lens(adder) == [(0, 20), (1, 30)][: 1 + is_admitted]
+
+
+@pytest.mark.parametrize("time", [None, NoTime()])
+def test_no_step_has_more_tokens_than_it_may(time: TimeBudget | None) -> None:
+    kv = make_kv(1)
+    adder = make_adder(kv, max_tokens=10, unfinished=[make_unfinished(kv, 0, 5), make_unfinished(kv, 1, 6)], time=time)
+    adder.fill([])
+    assert lens(adder) == [(0, 5), (1, 5 // CHUNK_SHARE)]
+
+
+def test_a_prompt_begins_only_with_a_whole_page() -> None:
+    adder = make_adder(make_kv(16, pool_size=1600), max_tokens=40)
+    adder.fill([make_req([1] * 30, 0), make_req([2] * 100, 1)])
+    assert lens(adder) == [(0, 30)]
+
+
+def test_a_prompt_that_is_due_leaves_half_of_the_step() -> None:
+    kv = make_kv(1)
+    due = make_unfinished(kv, 0, 500)
+    adder = make_adder(kv, max_tokens=64, unfinished=[due])
+    adder.fill([make_req([1] * 10, 1)], due=due)
+    assert lens(adder) == [(0, 32), (1, 10)]
+
+
+def test_an_urgent_prompt_that_starts_shares_its_step_with_no_less_urgent_one() -> None:
+    kv = make_kv(1)
+    urgent = make_req([1] * 500, 1)
+    urgent.urgency = 1
+    adder = make_adder(kv, max_tokens=64, unfinished=[make_unfinished(kv, 0, 20)])
+    adder.fill([urgent])
+    assert lens(adder) == [(1, 64)]
+
+
+def test_without_a_radix_cache_no_request_waits_for_a_prefix() -> None:
+    adder = make_adder(make_kv(1, radix=False))
+    adder.fill([make_req([1] * 60, 0), make_req([1] * 60, 1)])
+    assert lens(adder) == [(0, 60), (1, 60)]
 
 
 @given(

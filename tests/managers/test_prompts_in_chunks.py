@@ -10,7 +10,8 @@ from scheduler_rig import Rig
 from timed_rig import FAST, SLOW, TimedRig
 
 from fakes import expected_output
-from tercet.managers.planner import MAX_HELD_BACK
+from tercet.managers.planner import MAX_HELD_BACK, _Shortage
+from tercet.managers.prefill_adder import Extend
 from tercet.managers.step_cost import StepCost
 from tercet.srt.io_struct import AbortFinish
 
@@ -125,6 +126,52 @@ def test_prompts_in_chunks_do_not_wait_for_each_others_memory(page_size: int, ov
     assert most >= 3
 
 
+@pytest.mark.parametrize(
+    ("held_back", "own", "expected"),
+    [(0, 49, 1), (0, 50, 0), (2, 0, 3), (MAX_HELD_BACK, 0, MAX_HELD_BACK + 1), (MAX_HELD_BACK, 1, 0)],
+)
+def test_a_prompt_is_held_back_by_less_than_half_a_step(held_back: int, own: int, expected: int) -> None:
+    """If it was due, any chunk will do: memory or a short step may have made it small."""
+    rig = make_rig()
+    for rid, length in (("oldest", 1000), ("other", 300)):
+        rig.add(rid, [ord(rid[1])] * length)
+        rig.turn()
+    oldest, other = rig.scheduler.queues.unfinished
+    rig.planner._num_held_back = held_back
+    extends = [Extend(other, 64, 164 - own)] + ([Extend(oldest, 64, 64 + own)] if own else [])
+    rig.planner._count_held_back(extends)
+    assert rig.planner._num_held_back == expected
+
+
+def test_prompts_progress_beside_more_decodes_than_a_step_has_tokens() -> None:
+    rig = make_rig(max_prefill_tokens=4, chunked_prefill_size=4, mixed=True)
+    for index in range(6):
+        rig.add(f"r{index}", [index] * 4, max_new_tokens=200)
+    while len(rig.scheduler.queues.running) < 6:
+        rig.turn()
+    rig.add("prompt", [9] * 8, max_new_tokens=1)
+    for _ in range(8):
+        rig.turn()
+    assert rig.heard["prompt"].finish is not None
+
+
+def test_a_request_without_memory_stops_no_prompt_in_chunks() -> None:
+    rig = make_rig()
+    rig.add("stream", [9] * 10, max_new_tokens=100)
+    rig.turn()
+    rig.add("in chunks", [1] * 1000)
+    rig.turn()
+    rig.add("large", [2] * 2000)
+    rig.turn()
+    queues = rig.scheduler.queues
+    (in_chunks,) = queues.unfinished
+    before = in_chunks.kv_len
+    rig.planner._shortage = _Shortage(10**9, queues.waiting.num_changes)
+    rig.planner._num_decodes_due = 0
+    rig.turn()
+    assert in_chunks.kv_len == before + 64
+
+
 def test_prompts_in_chunks_give_way_to_the_last_decode() -> None:
     """The newest goes first. Each of them starts again, and gets its tokens."""
     rig = make_rig(pool_size=1500, conservativeness=0.01, radix=False)
@@ -193,12 +240,13 @@ def test_a_less_urgent_prompt_takes_no_chunk_from_an_urgent_one() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_short_prompts_do_not_hold_back_the_prefix_of_an_urgent_one(page_size: int) -> None:
-    """The urgent prompt waits for a less urgent one in chunks that begins like it."""
+@pytest.mark.parametrize("priority", [0, 1])
+def test_short_prompts_do_not_hold_back_the_prefix_of_an_urgent_one(page_size: int, priority: int) -> None:
+    """The urgent prompt waits for one in chunks that begins like it, and may be less urgent."""
     rig = make_rig(preemption_threshold=100, page_size=page_size)
     rig.add("long", [index % 97 for index in range(640)], max_new_tokens=1)
     rig.turn()
-    rig.add("urgent", [index % 97 for index in range(400)], priority=1, max_new_tokens=1)
+    rig.add("urgent", [index % 97 for index in range(400)], priority=priority, max_new_tokens=1)
     for turn in range(60):
         rig.add(f"short{turn}", [turn] * (1 if page_size == 1 else 9), max_new_tokens=1)
         rig.turn()
