@@ -147,8 +147,9 @@ def test_prompts_progress_beside_more_decodes_than_a_step_has_tokens() -> None:
     rig = make_rig(max_prefill_tokens=4, chunked_prefill_size=4, mixed=True)
     for index in range(6):
         rig.add(f"r{index}", [index] * 4, max_new_tokens=200)
-    while len(rig.scheduler.queues.running) < 6:
+    for _ in range(60):
         rig.turn()
+    assert len(rig.scheduler.queues.running) == 6
     rig.add("prompt", [9] * 8, max_new_tokens=1)
     for _ in range(8):
         rig.turn()
@@ -237,6 +238,17 @@ def test_a_less_urgent_prompt_takes_no_chunk_from_an_urgent_one() -> None:
         rig.add(f"low{index}", [2 + index] * 65, max_new_tokens=1)
         rig.turn()
     assert list(rig.heard) == ["high"]
+
+
+def test_short_prompts_do_not_hold_back_a_prompt_though_an_equally_urgent_one_waits() -> None:
+    rig = make_rig(page_size=16)
+    rig.add("long", [90] * 300, max_new_tokens=1)
+    rig.turn()
+    rig.add("waits", [91] * 200, max_new_tokens=1)
+    for turn in range(50):
+        rig.add(f"short{turn}", [turn] * 9, max_new_tokens=1)
+        rig.turn()
+    assert rig.heard["long"].finish is not None
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
