@@ -11,7 +11,7 @@ from gated_engine import Engine, scenario
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.held_requests import HeldRequests
 from tercet.managers.recovery import Blame
-from tercet.srt.errors import FatalRequest, QueueFull, WaitingTimeout
+from tercet.srt.errors import MAX_RETRY_AFTER_S, FatalRequest, QueueFull, WaitingTimeout
 
 PATIENCE_S = 60
 
@@ -84,6 +84,20 @@ def test_a_suspect_reaches_its_trial_however_long_it_waits(is_step_known: bool) 
         assert isinstance(error_of((await samples[1].result()).finish), FatalRequest) and not samples[0].is_over
 
     asyncio.run(work())
+
+
+@scenario
+async def test_the_next_deadline_is_watched_when_one_has_ended(engine: Engine) -> None:
+    clock, held = with_clock(engine), engine.manager._held
+    samples = [await submit(engine, waiting_timeout=limit_s) for limit_s in (9.0, 5.0)]
+    engine.die(None)
+    assert held._timer_at == 105.0
+    clock[0] += 5
+    held._end_late()
+    assert [one.is_over for one in samples] == [False, True] and held._timer_at == 109.0
+    clock[0] += 4
+    held._end_late()
+    assert samples[0].is_over and held._timer is None
 
 
 @scenario
@@ -179,6 +193,27 @@ def test_the_tenant_with_the_most_places_for_its_weight_gives_way() -> None:
     assert asyncio.run(work(4, "aaaaac")) == "aaac"
     assert asyncio.run(work(3, "aaabbbb")) == "abb", "b has twice the weight"
     assert asyncio.run(work(2, "acd")) == "ac", "nobody gives way to one that would have as much"
+
+
+def test_without_shares_tenants_do_not_matter() -> None:
+    async def work() -> None:
+        engine = Engine(max_queued_requests=2)
+        engine.die(None)
+        samples = [await submit(engine, tenant=tenant) for tenant in "aab"]
+        assert refused(samples) == [False, False, True]
+        error = error_of((await samples[2].result()).finish)
+        assert isinstance(error, QueueFull) and error.message == QueueFull.of(2, None).message
+
+    asyncio.run(work())
+
+
+@scenario
+async def test_a_refusal_never_sends_a_client_away_for_longer_than_the_most(engine: Engine) -> None:
+    engine.manager._held._max_num = 0
+    engine.manager._held._restart_left_s = lambda: 1e6
+    engine.die(None)
+    error = error_of((await (await submit(engine)).result()).finish)
+    assert isinstance(error, QueueFull) and error.retry_after_s == MAX_RETRY_AFTER_S
 
 
 @scenario

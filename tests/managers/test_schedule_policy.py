@@ -154,6 +154,12 @@ def test_the_command_line_has_the_policies_of_the_table() -> None:
     assert choices == tuple(POLICIES)
 
 
+def test_all_that_wait_before_the_last_of_those_that_were_admitted_age() -> None:
+    waiting = [make_req([0], arrival) for arrival in (1, 5, 9)]
+    make_policy("lpm", make_kv(1)).on_admitted([make_req([0], arrival) for arrival in (3, 7, 4)], waiting)
+    assert [req.passed_over for req in waiting] == [1, 1, 0]
+
+
 def test_the_limits_of_the_queue() -> None:
     assert (MAX_SORTED, MAX_PASSED_OVER) == (128, 32)
 
