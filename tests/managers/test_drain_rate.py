@@ -81,3 +81,24 @@ def test_tenants_whose_clients_may_return_are_forgotten() -> None:
         assert limits._retry_after_s(req, 1.0, 1.0) == 1
         rig.clock.now += 10.0
     assert len(limits._next_return_s) == 1
+
+
+def test_a_few_long_drains_are_kept_until_they_are_old() -> None:
+    clock = FakeClock()
+    rate = DrainRate(clock)
+    rate.add(0, others_wait=True)
+    for _ in range(2 * queue_limits._MIN_KEPT):
+        clock.now += queue_limits._WINDOW_S
+        rate.add(STEADY, others_wait=True)
+    assert len(rate._drains) == queue_limits._MIN_KEPT
+    rate.stop()
+    clock.now += queue_limits._MAX_AGE_S + 1
+    assert rate.tokens_per_s is None
+
+
+def test_a_queue_that_only_grew_has_no_rate() -> None:
+    """A retracted request counts as more than it was, before all of its chunks are computed."""
+    clock = FakeClock()
+    rate = DrainRate(clock)
+    drain(rate, clock, 0, *[-STEADY] * 6)
+    assert rate.tokens_per_s is None
