@@ -75,7 +75,7 @@ class Kind:
 
     @property
     def multiplied(self) -> torch.dtype:
-        """Type of the numbers that are multiplied. With quantized weights, that of the weights."""
+        """Type of the numbers that are multiplied. Quantized weights have their own, unless they are widened."""
         if self.form is None or self.is_widened:
             return self.dtype
         return INT4 if self.form == "int4" else torch.int8

@@ -200,17 +200,21 @@ def _restricted_fields(cls: type[Wire]) -> tuple[tuple[str, tuple[Any, ...], Met
     return tuple(found)
 
 
-def _structs(info: msgspec.inspect.Type) -> Iterator[msgspec.inspect.StructType]:
-    """The struct types in a type: the type itself, the members of a union, the items of a list."""
+def _alternatives(info: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
+    """The types in a type: the type itself, the members of a union, the items of a list."""
     if isinstance(info, msgspec.inspect.Metadata):
-        yield from _structs(info.type)
+        yield from _alternatives(info.type)
     elif isinstance(info, msgspec.inspect.UnionType):
         for member in info.types:
-            yield from _structs(member)
+            yield from _alternatives(member)
     elif isinstance(info, msgspec.inspect.ListType):
-        yield from _structs(info.item_type)
-    elif isinstance(info, msgspec.inspect.StructType):
+        yield from _alternatives(info.item_type)
+    else:
         yield info
+
+
+def _structs(info: msgspec.inspect.Type) -> Iterator[msgspec.inspect.StructType]:
+    return (one for one in _alternatives(info) if isinstance(one, msgspec.inspect.StructType))
 
 
 def structs_of(type_: Any) -> list[type[msgspec.Struct]]:
@@ -236,7 +240,7 @@ def _fields(struct: msgspec.inspect.StructType, name: str) -> list[msgspec.inspe
 
 
 def _choices_at(cls: type, path: str) -> list[str]:
-    """The texts that are allowed at a path. Empty if the path does not tell which object it is about."""
+    """The texts that are allowed at a path. Empty if several objects at the path have the field."""
     parent, _, name = path.rpartition(".")
     structs = _structs_at(cls, parent)
     tags = [str(one.tag) for one in structs if one.tag_field == name]
@@ -245,15 +249,9 @@ def _choices_at(cls: type, path: str) -> list[str]:
 
 
 def _literals(info: msgspec.inspect.Type) -> Iterator[Any]:
-    if isinstance(info, msgspec.inspect.Metadata):
-        yield from _literals(info.type)
-    elif isinstance(info, msgspec.inspect.UnionType):
-        for member in info.types:
-            yield from _literals(member)
-    elif isinstance(info, msgspec.inspect.ListType):
-        yield from _literals(info.item_type)
-    elif isinstance(info, msgspec.inspect.LiteralType):
-        yield from info.values
+    for one in _alternatives(info):
+        if isinstance(one, msgspec.inspect.LiteralType):
+            yield from one.values
 
 
 def _hint(name: str, struct: msgspec.inspect.StructType | None) -> str:
