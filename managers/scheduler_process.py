@@ -21,6 +21,7 @@ from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..model_executor import cpu_extension
+from ..model_executor.device.inference_mode import inference_mode
 from ..model_executor.device.step_profiler import StepProfiler
 from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
@@ -131,7 +132,8 @@ def run_scheduler(
         load_weights=partial(_load_weights, runner),
     )
     on_ready(scheduler_facts(runner, model_config))
-    scheduler.run(should_stop)
+    with inference_mode():  # of this thread, so that no step has to enter it
+        scheduler.run(should_stop)
     if recorder is not None:
         recorder.close()
     inbox.close()

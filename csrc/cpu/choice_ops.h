@@ -18,6 +18,25 @@ inline Tensor argmax_op(const Tensor& logits) {
   return tokens;
 }
 
+/// newest[row] = token for each of the rows; 0 for an invalid token (-1).
+inline void store_newest_op(const Tensor& tokens, const Tensor& rows, const Tensor& newest) {
+  const int64_t num_rows = newest.size(0);
+  check(tokens, "tokens", at::kLong, {rows.size(0)});
+  check(rows, "rows", at::kLong, {rows.size(0)});
+  check(newest, "newest", at::kLong, {num_rows});
+  run_or_record(
+      rows.size(0),
+      [=,
+       token = tokens.const_data_ptr<int64_t>(),
+       row = rows.const_data_ptr<int64_t>(),
+       newest = newest.data_ptr<int64_t>()](int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+          TORCH_CHECK(0 <= row[i] && row[i] < num_rows, "rows must be rows of newest, got ", row[i]);
+          newest[row[i]] = std::max<int64_t>(token[i], 0);
+        }
+      });
+}
+
 inline void mask_tokens_op(const Tensor& logits, const Tensor& lines, const Tensor& bits) {
   TORCH_CHECK(!Graph::recording(), "token masks cannot be recorded");
   const int64_t num_masks = lines.size(0), vocab = logits.size(1);

@@ -168,43 +168,69 @@ inline Tensor select_rows_op(const Tensor& x, const Tensor& indices) {
   return out;
 }
 
-/// Checks that ids are columns of so many panels. Returns their numbers.
-inline const int64_t* check_ids(const Tensor& ids, int64_t panels) {
-  TORCH_CHECK(!Graph::recording(), "looking up vectors cannot be recorded");
+/// Calls write(ids, number of ids), which looks up the vectors of these ids, now or when the graph runs.
+template <typename F>
+void look_up(const Tensor& ids, int64_t num_vectors, F write) {
   check(ids, "ids", at::kLong, {ids.size(0)});
-  const int64_t* id = ids.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < ids.size(0); ++i)
-    TORCH_CHECK(0 <= id[i] && id[i] < panels * kPanel, "there is no vector for id ", id[i]);
-  return id;
+  run_or_record(ids.size(0), [=, id = ids.const_data_ptr<int64_t>()](int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      TORCH_CHECK(0 <= id[i] && id[i] < num_vectors, "there is no vector for id ", id[i]);
+    write(id, count);
+  });
+}
+
+inline Tensor plain_embedding_op(const Tensor& ids, const Tensor& weight, at::ScalarType type) {
+  const int64_t k = weight.size(1);
+  check(weight, "weight", weight.scalar_type(), {weight.size(0), k});
+  const auto out = empty_result({ids.size(0), k}, weight.options().dtype(type));
+  TERCET_ANY_FLOAT(weight.scalar_type(), [&] {
+    using T = scalar_t;
+    TERCET_ANY_FLOAT(type, [&] {
+      look_up(
+          ids, weight.size(0),
+          [k, from = weight.const_data_ptr<T>(), to = out.data_ptr<scalar_t>()](const int64_t* ids, int64_t count) {
+            copy_rows(ids, count, from, k, to);
+          });
+    });
+  });
+  return out;
 }
 
 inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
+  const int64_t num_vectors = packed.size(0) * kPanel;
   if (is_compact(packed)) {
     TORCH_CHECK(type == at::kBFloat16, "the vectors of compact weights are bfloat16");
     const CompactPacked weight = compact_weight(packed, {});
-    const int64_t* id = check_ids(ids, packed.size(0));
-    auto out = at::empty({ids.size(0), weight.k}, packed.options().dtype(type));
-    unpack_rows(id, ids.size(0), weight, out.data_ptr<at::BFloat16>());
+    const auto out = empty_result({ids.size(0), weight.k}, packed.options().dtype(type));
+    look_up(ids, num_vectors, [=, to = out.data_ptr<at::BFloat16>()](const int64_t* ids, int64_t count) {
+      unpack_rows(ids, count, weight, to);
+    });
     return out;
   }
-  const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3);
+  const int64_t k = packed.size(1) * packed.size(3);
   check(packed, "packed", packed.scalar_type(), {packed.size(0), packed.size(1), kPanel, packed.size(3)});
-  const int64_t* id = check_ids(ids, packed.size(0));
-  auto out = at::empty({count, k}, packed.options().dtype(type));
+  const auto out = empty_result({ids.size(0), k}, packed.options().dtype(type));
   with_packed_types(out, packed, [&]<typename X, typename T>(X, T) {
-    unpack_rows(id, count, packed.const_data_ptr<T>(), k, out.data_ptr<X>());
+    look_up(
+        ids, num_vectors,
+        [k, panels = packed.const_data_ptr<T>(), to = out.data_ptr<X>()](const int64_t* ids, int64_t count) {
+          unpack_rows(ids, count, panels, k, to);
+        });
   });
   return out;
 }
 
 inline Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
   using Weight = QuantizedPacked<Int8Weights>;
-  const int64_t count = ids.size(0), groups = packed.size(1);
+  const int64_t groups = packed.size(1);
   check(packed, "packed", at::kByte, {packed.size(0), groups, Weight::kGroupBytes});
-  const int64_t* id = check_ids(ids, packed.size(0));
-  auto out = at::empty({count, groups * kGroup}, packed.options().dtype(type));
+  const auto out = empty_result({ids.size(0), groups * kGroup}, packed.options().dtype(type));
   const Weight weight{packed.const_data_ptr<uint8_t>(), nullptr, groups * kGroup};
-  TERCET_ANY_FLOAT(type, [&] { unpack_rows(id, count, weight, out.data_ptr<scalar_t>()); });
+  TERCET_ANY_FLOAT(type, [&] {
+    look_up(ids, packed.size(0) * kPanel, [=, to = out.data_ptr<scalar_t>()](const int64_t* ids, int64_t count) {
+      unpack_rows(ids, count, weight, to);
+    });
+  });
   return out;
 }
 

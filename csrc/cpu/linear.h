@@ -323,6 +323,20 @@ inline void widen_rows(const at::BFloat16* x, int64_t rows, int64_t k, float* ou
   });
 }
 
+/// Copies rows of an embedding [n, k], converted to X, to out [count, k]. ids are below n.
+template <typename T, typename X>
+void copy_rows(const int64_t* ids, int64_t count, const T* weight, int64_t k, X* out) {
+  for_each_row_block(count, k, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const T* from = weight + ids[i] * k;
+      if constexpr (std::is_same_v<T, X>)  // a conversion may make zeros of denormals
+        std::copy_n(from, k, out + i * k);
+      else
+        for (int64_t j = 0; j < k; j += kPanel) store_pair(out + i * k + j, load_pair(from + j, k - j), k - j);
+    }
+  });
+}
+
 /// Reads columns of a packed weight [n, k], which are the rows of an embedding, into out [count, k]. ids are below n.
 template <typename T, typename X>
 void unpack_rows(const int64_t* ids, int64_t count, const T* panels, int64_t k, X* out) {

@@ -7,6 +7,7 @@
 #include "layer_ops.h"
 #include "onednn.h"
 #include "rates.h"
+#include "step_ops.h"
 
 /// model_executor/cpu_build.py reads it from the compiled file, before that is loaded: the version of torch and a
 /// digest of these sources.
@@ -43,6 +44,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, bool is_gated=False) -> Tensor",
       &onednn_linear_op);
   m.def("select_rows(Tensor x, Tensor indices) -> Tensor", &select_rows_op);
+  m.def("plain_embedding(Tensor ids, Tensor weight, ScalarType dtype) -> Tensor", &plain_embedding_op);
   m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);
   m.def("quantized_embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &quantized_embedding_op);
   m.def(
@@ -63,6 +65,11 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor slot_table, Tensor rows, Tensor seq_lens, "
       "Tensor? starts, int? window, float scale) -> Tensor",
       &attention_op);
+  m.def(
+      "set_decode_inputs(Tensor rows, Tensor seq_lens, Tensor slots, Tensor newest, Tensor(a!) slot_table, "
+      "Tensor(b!) of_tokens, Tensor(c!) of_requests, Tensor(d!) starts) -> int",
+      &set_decode_inputs_op);
+  m.def("store_newest(Tensor tokens, Tensor rows, Tensor(a!) newest) -> ()", &store_newest_op);
   m.def("argmax(Tensor logits) -> Tensor", &argmax_op);
   m.def("mask_tokens(Tensor(a!) logits, Tensor lines, Tensor bits) -> ()", &mask_tokens_op);
   m.def(

@@ -112,17 +112,18 @@ class _Copy(NamedTuple):
 class TokenCopy:
     """A step's tokens during their transfer to the host. On a CPU they are already there."""
 
-    def __init__(self, tokens: torch.Tensor, copy: _Copy | None = None) -> None:
-        """tokens: int64 [n] on the host, valid when `copy` is done; copy None: valid now."""
+    def __init__(self, tokens: torch.Tensor | Int32Array, copy: _Copy | None = None) -> None:
+        """tokens: int64 or, in an array, int32 [n], on the host, valid when `copy` is done; copy None: valid now."""
         self._tokens = tokens
         self._copy = copy
-        self._read: Int32Array | None = None
+        self._read = tokens if isinstance(tokens, np.ndarray) else None
 
     def wait(self) -> Int32Array:
         """Wait for the transfer and return the tokens: int32 [n]."""
         if self._read is None:
             if self._copy is not None:
                 self._copy.done.synchronize()
+            assert isinstance(self._tokens, torch.Tensor)
             self._read = self._tokens.numpy().astype(np.int32)
             if self._copy is not None:
                 self._copy.give_back()

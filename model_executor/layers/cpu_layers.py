@@ -92,15 +92,16 @@ class QuantizedEmbedding:
         return _ops.quantized_embedding(ids, self._packed, self._dtype)
 
 
-class WidenedEmbedding(Embedding):
-    """`Embedding` whose vectors are converted to a wider type."""
+class CpuEmbedding(Embedding):
+    """`Embedding` whose vectors may have another type than the weight."""
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        """`dtype`: type of the vectors."""
         super().__init__(weight)
         self._dtype = dtype
 
     def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return super().__call__(ids).to(self._dtype)
+        return _ops.plain_embedding(ids, self.weight, self._dtype)
 
 
 class Rotation(NamedTuple):
@@ -184,7 +185,7 @@ class CpuFloatLayers(CpuLayers):
         return CpuLinear(weight, to_float=True, compact=self._compact)
 
     def embedding(self, weight: Any) -> Layer:
-        return Embedding(weight) if weight.dtype == self._dtype else WidenedEmbedding(weight, self._dtype)
+        return CpuEmbedding(weight, self._dtype)
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, CpuLinear)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuLayers, QuantizedEmbedding
+from .cpu_layers import CpuEmbedding, CpuLayers, QuantizedEmbedding
 from .kinds import Layer
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
@@ -64,6 +64,9 @@ class QuantizedLayers(CpuLayers):
 
     def head(self, weight: Any) -> Layer:
         return QuantizedLinear(weight, to_float=True)
+
+    def embedding(self, weight: Any) -> Layer:
+        return CpuEmbedding(weight, self._dtype)
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, QuantizedLinear)

@@ -1,10 +1,14 @@
 """Recorded steps of a CPU: hundreds of operations in one call, without Python or torch between them.
 
-The operations from embedded tokens to hidden states are recorded once, for the largest step, with the addresses that
-they read and write (csrc/cpu/graph.h). A step writes its inputs to these addresses and runs the operations for its
-tokens, its requests and its sampled rows. A decode step is one with a new token in each request.
+The operations from token ids to hidden states are recorded once, for the largest step, with the addresses that they
+read and write (csrc/cpu/graph.h). A step writes its inputs to these addresses and runs the operations for its tokens,
+its requests and its sampled rows. A decode step is one with a new token in each request.
 
 The recording has two endings: logits, or only the most probable tokens. The choice of the next tokens runs one of them.
+
+A call of Python, numpy or torch between two steps takes up to ten times as long as in a loop, because the weights of a
+step have displaced its code and data from the caches. So one compiled operation writes all inputs of a decode step, and
+the greedy ending also stores the newest tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..device.device_buffers import TokenCopy
 from ..forward_batch import ForwardBatch
 from ..layers.output_head import GreedyHead
 from ..models.family import Model
@@ -28,45 +33,33 @@ class CpuGraphRunner:
     operations."""
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        max_tokens: int,
-        max_rows: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        newest_tokens: torch.Tensor,
-        table: SlotTable,
+        self, model: Model, *, max_tokens: int, max_rows: int, newest_tokens: torch.Tensor, table: SlotTable
     ) -> None:
         """
         Args:
-            model: a model whose layers, except the embedding, are compiled operations (RuntimeError otherwise)
+            model: a model whose layers are compiled operations (RuntimeError otherwise)
             newest_tokens: int64 [num_rows + 1], newest token of each row
         """
-        self._embed = model.embed_tokens
         self._rotary = model.rotary
-        self._newest_tokens = newest_tokens.numpy()
-        self._table = table.tensor.numpy()
+        self._newest_tokens, self._table = newest_tokens, table.tensor
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.num_bytes = 0
-        of_tokens = torch.zeros((2, max_tokens), dtype=torch.int64)
-        of_requests = torch.zeros((4, max_rows), dtype=torch.int64)
-        starts = torch.zeros(max_rows + 1, dtype=torch.int64)
-        slots, positions = of_tokens
-        rows, seq_lens, selected, self._sampled_rows = of_requests
-        self._of_tokens, self._of_requests, self._starts = of_tokens.numpy(), of_requests.numpy(), starts.numpy()
-        self._x = torch.zeros((max_tokens, hidden_size), dtype=dtype)
+        self._of_tokens = torch.zeros((3, max_tokens), dtype=torch.int64)
+        self._of_requests = torch.zeros((4, max_rows), dtype=torch.int64)
+        self._starts = torch.zeros(max_rows + 1, dtype=torch.int64)
+        ids, slots, positions = self._of_tokens
+        rows, seq_lens, selected, self._sampled_rows = self._of_requests
         batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
             rows=rows,
             seq_lens=seq_lens,
-            input_ids=slots,  # not read: the recording starts after the embedding
+            input_ids=ids,
             positions=positions,
             out_cache_loc=slots,
             req_to_token=table.tensor,
             logits_indices=selected,
-            extend_start_loc=starts,
+            extend_start_loc=self._starts,
             prefix_lens=None,
             seq_lens_host=np.zeros(max_rows, np.int32),
             extend_lens_host=None,
@@ -77,13 +70,15 @@ class CpuGraphRunner:
         self._graph = torch.classes.tercet_cpu.Graph()
         self._graph.record(max_tokens, max_rows, max_rows)
         try:
-            hidden = model.head.normalise(model.transform(self._x, model.rotary(positions), batch))
+            hidden = model.head.normalise(model.forward(ids, positions, batch))
             self._graph.begin_ending()
             self._logits = model.head.of_hidden(hidden)
             self._graph.begin_ending()
-            self._tokens = model.head.greedy(hidden)
+            tokens = model.head.greedy(hidden)
+            torch.ops.tercet_cpu.store_newest(tokens, self._sampled_rows, newest_tokens)
         finally:
             self._graph.finish()
+        self._tokens = tokens.numpy()
 
     def can_run(self, step: StepInputs) -> bool:
         """Steps that return only tokens can be run, up to the recorded sizes."""
@@ -91,32 +86,38 @@ class CpuGraphRunner:
 
     def run(self, step: StepInputs) -> StepHead:
         """Run a step up to its hidden states."""
-        num_tokens, num_requests = step.num_tokens, len(step.rows)
-        starts, positions = step.starts, step.positions
-        if step.mode is ForwardMode.DECODE:
-            token_rows = sampled_rows = step.rows
-            ids, selected = self._newest_tokens[token_rows], starts[:-1]
-        else:
-            assert step.extend_lens is not None and step.input_ids is not None and step.sampled is not None
-            token_rows = np.repeat(step.rows, step.extend_lens)
-            ids = np.where(step.input_ids == FROM_DEVICE, self._newest_tokens[token_rows], step.input_ids)
-            selected, sampled_rows = (starts[1:] - 1)[step.sampled], step.rows[step.sampled]
-        num_sampled = len(selected)
-        self._table[token_rows, positions] = step.out_cache_loc
-        self._rotary.cover(int(step.seq_lens.max()))
-        self._of_tokens[:, :num_tokens] = step.out_cache_loc, positions
-        self._of_requests[:2, :num_requests] = step.rows, step.seq_lens
-        self._of_requests[2:, :num_sampled] = selected, sampled_rows
-        self._starts[: num_requests + 1] = starts
-        self._x[:num_tokens] = self._embed(torch.from_numpy(ids))
-        self._graph.run(num_tokens, num_requests, num_sampled)
+        is_decode = step.mode is ForwardMode.DECODE
+        longest, num_sampled = self._set_decode(step) if is_decode else self._set_extend(step)
+        self._rotary.cover(longest)
+        self._graph.run(step.num_tokens, len(step.rows), num_sampled)
+        rows = self._sampled_rows[:num_sampled]
+        return StepHead(rows, lambda: self._end_in_logits(num_sampled), lambda: self._end_greedy(num_sampled))
 
-        def end(ending: int, output: torch.Tensor) -> torch.Tensor:
-            self._graph.run_ending(ending)
-            return output[:num_sampled]
+    def _set_decode(self, step: StepInputs) -> tuple[int, int]:
+        """Set the inputs of a decode step. Returns its largest length and its number of sampled rows."""
+        arrays = map(torch.from_numpy, (step.rows, step.seq_lens, step.out_cache_loc))
+        kept = self._newest_tokens, self._table, self._of_tokens, self._of_requests, self._starts
+        return torch.ops.tercet_cpu.set_decode_inputs(*arrays, *kept), len(step.rows)
 
-        return StepHead(
-            self._sampled_rows[:num_sampled],
-            lambda: end(_LOGITS, self._logits),
-            lambda: end(_GREEDY, self._tokens).clone(),  # the next step may be launched before the tokens are read
-        )
+    def _set_extend(self, step: StepInputs) -> tuple[int, int]:
+        """Set the inputs of an extend step. Returns as `_set_decode` does."""
+        assert step.extend_lens is not None and step.input_ids is not None and step.sampled is not None
+        num_requests, starts, positions = len(step.rows), step.starts, step.positions
+        token_rows = np.repeat(step.rows, step.extend_lens)
+        selected = (starts[1:] - 1)[step.sampled]
+        self._table.numpy()[token_rows, positions] = step.out_cache_loc
+        ids = np.where(step.input_ids == FROM_DEVICE, self._newest_tokens.numpy()[token_rows], step.input_ids)
+        self._of_tokens.numpy()[:, : len(ids)] = ids, step.out_cache_loc, positions
+        of_requests = self._of_requests.numpy()
+        of_requests[:2, :num_requests] = step.rows, step.seq_lens
+        of_requests[2:, : len(selected)] = selected, step.rows[step.sampled]
+        self._starts.numpy()[: num_requests + 1] = starts
+        return int(step.seq_lens.max()), len(selected)
+
+    def _end_in_logits(self, num_sampled: int) -> torch.Tensor:
+        self._graph.run_ending(_LOGITS)
+        return self._logits[:num_sampled]
+
+    def _end_greedy(self, num_sampled: int) -> TokenCopy:
+        self._graph.run_ending(_GREEDY)
+        return TokenCopy(self._tokens[:num_sampled].astype(np.int32))

@@ -334,8 +334,6 @@ class _RunnerBuilder:
             model,
             max_tokens=self.settings.max_recorded_tokens,
             max_rows=self.settings.max_recorded_rows,
-            hidden_size=self.config.hidden_size,
-            dtype=self.settings.dtype,
             newest_tokens=runner.future_tokens,
             table=runner.table,
         )

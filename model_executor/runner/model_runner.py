@@ -13,6 +13,7 @@ from ...srt.model_files.model_config import ModelConfig
 from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
+from ..device.inference_mode import in_inference_mode
 from ..forward_batch import ForwardBatch
 from ..layers.output_head import GreedyHead
 from ..layers.residual import Stream
@@ -103,7 +104,7 @@ class ModelRunner:
         self._recorded = recorded
         self.num_bytes = self.num_bytes._replace(graphs=recorded.num_bytes)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def launch(self, step: StepInputs) -> RunningStep:
         """Queue the forward pass of a step. The caller must call `sample` on the result before the next `launch`."""
         if step.kv_copies is not None:
@@ -138,7 +139,7 @@ class ModelRunner:
             return RunningStep(self, head, step.rows, step.seq_lens)
         return RunningStep(self, head, step.rows[step.sampled], step.seq_lens[step.sampled], extras)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def choose(
         self,
         head: StepHead,
@@ -154,14 +155,12 @@ class ModelRunner:
         length of each request before the new token. `masks`: the tokens that grammars allow; masked logits may be
         changed.
         """
-        newest = NewestTokens(self.future_tokens, head.rows)
         if head.greedy is not None and masks is None and self._needs_no_logits(rows, lens):
-            tokens = head.greedy()
-            newest.store(tokens)
-            return self._downloads.fetch(tokens), None
+            return head.greedy(), None
         logits = masked = head.logits()
         if masks is not None and self.sampler.masks_in_place and self._logprobs.wanted(rows):
             masked = logits.clone()  # log probabilities are those of the model
+        newest = NewestTokens(self.future_tokens, head.rows)
         tokens = self.sampler.sample(masked, rows, lens, masks, newest)
         return self._downloads.fetch(tokens), self._logprobs.of_tokens(logits, tokens, rows)
 
@@ -226,7 +225,12 @@ class ModelRunner:
         head = self.model.head
         if isinstance(head, GreedyHead):
             hidden = head.normalise(stream)
-            return StepHead(rows, lambda: head.of_hidden(hidden), lambda: head.greedy(hidden))
+            newest = NewestTokens(self.future_tokens, rows)
+
+            def greedy() -> TokenCopy:
+                return self._downloads.fetch(newest.store(head.greedy(hidden)))
+
+            return StepHead(rows, lambda: head.of_hidden(hidden), greedy)
         logits = head(stream)  # now: a GPU computes them while the host waits for masks
         return StepHead(rows, lambda: logits)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..device.device_buffers import TokenCopy
 from ..step import StepInputs
 
 
@@ -28,9 +29,9 @@ class StepHead(NamedTuple):
     """int64 [R]"""
     logits: Callable[[], torch.Tensor]
     """gives the logits, float32 [R, vocab]"""
-    greedy: Callable[[], torch.Tensor] | None = None
-    """gives the first most probable token of each row, int64 [R], without logits: -1 if they have a NaN or are all
-    -inf. None: not possible"""
+    greedy: Callable[[], TokenCopy] | None = None
+    """gives the first most probable token of each row, without logits: -1 if they have a NaN or are all -inf. It also
+    stores them as the rows' newest tokens. None: not possible"""
 
 
 class RecordedSteps(Protocol):

@@ -87,13 +87,18 @@ class LogitEdits:
         self._bias = LazyRowTable(num_rows, vocab_size, torch.float32, device)
         self._stop_ids: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)] * (num_rows + 1)
         self._stops_from = np.zeros(num_rows + 1, np.int64)
+        self._edited: set[int] = set()
+        """The rows whose last owner may need edits."""
 
     def set_row(self, new_row: NewRow) -> None:
         """Set the edits of a row's new owner, and forget the old owner's. Ids outside the vocabulary are skipped."""
         params = new_row.sampling
         row = new_row.row
         repetition = params.repetition_penalty != 1
-        if repetition or params.frequency_penalty != 0 or params.presence_penalty != 0:
+        penalised = repetition or params.frequency_penalty != 0 or params.presence_penalty != 0
+        edited = penalised or params.logit_bias or params.min_new_tokens
+        (self._edited.add if edited else self._edited.discard)(row)
+        if penalised:
             line = self._counts.assign(row)
             if repetition:
                 line.index_fill_(0, self._state.send(self._known_ids(new_row.prompt_ids)), 1)
@@ -121,6 +126,10 @@ class LogitEdits:
         """Which rows need edits at this step: bool [n]."""
         early = seq_lens < self._stops_from[rows]
         return (self._counts.lines(rows) >= 0) | (self._bias.lines(rows) >= 0) | early
+
+    def any_needed(self, rows: npt.NDArray[np.integer], seq_lens: npt.NDArray[np.integer]) -> bool:
+        """Whether any of the rows needs edits at this step."""
+        return bool(self._edited) and bool(self.needed(rows, seq_lens).any())
 
     @property
     def counts(self) -> torch.Tensor:

@@ -19,6 +19,7 @@ class NewestTokens(NamedTuple):
     rows: torch.Tensor
     """int64 [n] on the device"""
 
-    def store(self, tokens: torch.Tensor) -> None:
-        """tokens: int64 [n]"""
+    def store(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Store tokens: int64 [n]. Returns them."""
         self.tokens.index_copy_(0, self.rows, tokens.clamp(min=0))
+        return tokens

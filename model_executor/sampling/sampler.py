@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ..device.device_buffers import Uploads
+from ..device.inference_mode import in_inference_mode
 from ..step import Int32Array, NewRow, TokenMasks
 from .block_sampling import BlockSampling
 from .joint_sampling import MAX_VOCAB_SIZE
@@ -93,7 +94,7 @@ class Sampler:
         """Whether `sample` applies masks to the given logits, if they are float32."""
         return self._sampling.masks_in_place
 
-    @torch.inference_mode()
+    @in_inference_mode
     def set_row(self, new_row: NewRow) -> None:
         """Set the parameters of a row's new owner (or the same one after a retraction), and forget the old ones."""
         assert 0 < new_row.row <= self._num_rows, new_row.row
@@ -105,9 +106,9 @@ class Sampler:
 
         Then `sample` without masks would choose the first largest logit of each row, and only store the tokens.
         """
-        return self._state.all_greedy(rows) and not self._edits.needed(rows, seq_lens).any()
+        return self._state.all_greedy(rows) and not self._edits.any_needed(rows, seq_lens)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def sample(
         self,
         logits: torch.Tensor,

@@ -62,6 +62,8 @@ class SamplingState:
         """[num_rows + 1, columns], float64, the device's copy of `host` as of the last `flush`"""
         self._seeds = np.zeros(num_rows + 1, np.int64)
         self._greedy = np.ones(num_rows + 1, np.bool_)
+        self._not_greedy: set[int] = set()
+        """The rows whose last owner is not greedy."""
         self._changed: set[int] = set()
 
     def set_row(self, new_row: NewRow) -> None:
@@ -84,6 +86,7 @@ class SamplingState:
         )
         self._seeds[row] = new_row.seed
         self._greedy[row] = greedy
+        (self._not_greedy.discard if greedy else self._not_greedy.add)(row)
         self._changed.add(row)
 
     def flush(self) -> None:
@@ -111,7 +114,7 @@ class SamplingState:
 
     def all_greedy(self, rows: npt.NDArray[np.integer]) -> bool:
         """Whether a batch has only greedy rows."""
-        return bool(self._greedy[rows].all())
+        return not self._not_greedy or bool(self._greedy[rows].all())
 
     def kinds(self, rows: npt.NDArray[np.int64]) -> Kinds:
         """What kinds of row a batch has. rows: int64 [n]."""

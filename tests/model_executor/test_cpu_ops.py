@@ -190,6 +190,67 @@ def test_embedding_out_of_a_packed_head(dtype, weight_dtype):
             embedding(torch.tensor([3, wrong]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_embedding_of_plain_rows(dtype, weight_dtype):
+    weight = torch.randn(75, 38).to(weight_dtype)
+    weight[3, 5] = torch.finfo(weight_dtype).tiny / 4  # denormal
+    ids = torch.cat((torch.tensor([3]), torch.randint(0, 75, (300,))))
+    found = layers().CpuEmbedding(weight, dtype)(ids)
+    expected = weight[ids]
+    if dtype != weight_dtype:  # a conversion may make zeros of denormals
+        found, expected = found[:, 6:], expected[:, 6:].to(dtype)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    for wrong in (-1, 75):
+        with pytest.raises(RuntimeError, match=f"no vector for id {wrong}"):
+            layers().CpuEmbedding(weight, dtype)(torch.tensor([3, wrong]))
+
+
+def test_newest_tokens_are_stored():
+    newest = torch.arange(100, 107)
+    ops.store_newest(torch.tensor([7, -1, 9]), torch.tensor([6, 2, 1]), newest)
+    assert newest.tolist() == [100, 9, 0, 103, 104, 105, 7]
+    for wrong in (-1, 7):
+        with pytest.raises(RuntimeError, match=f"rows must be rows of newest, got {wrong}"):
+            ops.store_newest(torch.tensor([7]), torch.tensor([wrong]), newest)
+
+
+def decode_memory(num_rows=4, context_len=9, max_tokens=6, max_requests=3):
+    """Newest tokens, table, of_tokens, of_requests and starts, as `set_decode_inputs` takes them."""
+    table = torch.full((num_rows, context_len), -7, dtype=torch.int32)
+    sizes = (3, max_tokens), (4, max_requests), (max_requests + 1,)
+    return torch.arange(10, 10 + num_rows), table, *(torch.full(size, -7) for size in sizes)
+
+
+def test_the_inputs_of_a_decode_step_are_set():
+    newest, table, of_tokens, of_requests, starts = memory = decode_memory()
+    rows, lens, slots = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([3, 1], [9, 2], [50, 60]))
+    assert ops.set_decode_inputs(rows, lens, slots, *memory) == 9
+    assert newest.tolist() == [10, 11, 12, 13]
+    assert table[3, 8] == 50 and table[1, 1] == 60 and (table == -7).sum() == 34
+    unused = [-7] * 4
+    assert of_tokens.tolist() == [[13, 11, *unused], [50, 60, *unused], [8, 1, *unused]]
+    assert of_requests.tolist() == [[3, 1, -7], [9, 2, -7], [0, 1, -7], [3, 1, -7]]
+    assert starts.tolist() == [0, 1, 2, -7]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lens", "error"),
+    [
+        ([4], [1], "rows must be rows of slot_table, got 4"),
+        ([-1], [1], "rows must be rows of slot_table, got -1"),
+        ([1], [0], "seq_lens must be in .1, 9., got 0"),
+        ([1], [10], "seq_lens must be in .1, 9., got 10"),
+        ([1, 2, 3, 0], [1] * 4, "no room for 4 requests"),
+        ([1, 2], [1], "seq_lens must have shape"),
+    ],
+)
+def test_wrong_inputs_of_a_decode_step_are_refused(rows, lens, error):
+    rows, lens = torch.tensor(rows, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=error):
+        ops.set_decode_inputs(rows, lens, torch.ones_like(rows), *decode_memory())
+
+
 def test_wrong_shapes_are_refused():
     x, weight = torch.randn(3, 64), torch.randn(40, 64)
     packed = layers().CpuLinear(weight).packed
