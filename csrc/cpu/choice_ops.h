@@ -1,7 +1,10 @@
 // The operations that choose tokens and score them, as torch calls them.
 #pragma once
 
+#include <vector>
+
 #include "argmax.h"
+#include "counter_rng.h"
 #include "graph.h"
 #include "op_checks.h"
 #include "sampling.h"
@@ -59,6 +62,14 @@ inline at::TensorAccessor<const double, 1> column(const Tensor& tensor, const ch
   return tensor.accessor<const double, 1>();
 }
 
+/// Checks the parameters of a row.
+inline Selection selection_of(double temperature, double top_k, double top_p, double max_gap) {
+  TORCH_CHECK(
+      temperature > 0 && top_k >= 1 && top_p > 0 && max_gap >= 0,
+      "temperature, top_k and top_p must be positive, and max_gap not negative");
+  return {static_cast<float>(temperature), static_cast<int64_t>(top_k), top_p, static_cast<float>(max_gap)};
+}
+
 inline Tensor sample_op(
     const Tensor& logits,
     const Tensor& lines,
@@ -75,20 +86,57 @@ inline Tensor sample_op(
   const auto draws = column(draw, "draw", n);
   const float* all = logits.const_data_ptr<float>();
   const int64_t* line = lines.const_data_ptr<int64_t>();
+  std::vector<Selection> selections;
   for (int64_t i = 0; i < n; ++i) {
     TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
-    TORCH_CHECK(
-        temperatures[i] > 0 && top_ks[i] >= 1 && top_ps[i] > 0 && max_gaps[i] >= 0 && 0 <= draws[i] && draws[i] < 1,
-        "temperature, top_k and top_p must be positive, max_gap not negative, and draw in [0, 1)");
+    TORCH_CHECK(0 <= draws[i] && draws[i] < 1, "draw must be in [0, 1), got ", draws[i]);
+    selections.push_back(selection_of(temperatures[i], top_ks[i], top_ps[i], max_gaps[i]));
   }
   auto tokens = at::empty({n}, lines.options());
   int64_t* chosen = tokens.data_ptr<int64_t>();
   ThreadPool::get().run(n, [&](int64_t i) {
-    const Selection selection{
-        static_cast<float>(temperatures[i]), static_cast<int64_t>(top_ks[i]), top_ps[i],
-        static_cast<float>(max_gaps[i])};
-    chosen[i] = Distribution(all + line[i] * vocab, vocab, selection).sample(draws[i]);
+    chosen[i] = Distribution(all + line[i] * vocab, vocab, selections[i]).sample(draws[i]);
   });
+  return tokens;
+}
+
+/// The columns of a table of sampling parameters, as `Column` (sampling_layout.py) numbers them.
+enum Column { kTemperature, kTopK, kTopP, kMaxGap, kGreedy = 7, kNumColumns };
+
+/// A token for each of n lines of logits [n, vocab] without edits. Line i has the parameters and the seed of row rows[i],
+/// and the draw of positions[i]. The tokens are also stored as the rows' newest ones.
+inline Tensor choose_tokens_op(
+    const Tensor& logits,
+    const Tensor& rows,
+    const Tensor& positions,
+    const Tensor& params,
+    const Tensor& seeds,
+    const optional<Tensor>& newest) {
+  const int64_t n = rows.size(0), vocab = logits.size(1), num_rows = seeds.size(0);
+  check(logits, "logits", at::kFloat, {n, vocab});
+  check(rows, "rows", at::kLong, {n});
+  check(positions, "positions", at::kLong, {n});
+  check(params, "params", at::kDouble, {num_rows, kNumColumns});
+  check(seeds, "seeds", at::kLong, {num_rows});
+  const float* all = logits.const_data_ptr<float>();
+  const int64_t *row = rows.const_data_ptr<int64_t>(), *position = positions.const_data_ptr<int64_t>();
+  const int64_t* seed = seeds.const_data_ptr<int64_t>();
+  const auto param = params.accessor<const double, 2>();
+  std::vector<Selection> selections;
+  for (int64_t i = 0; i < n; ++i) {
+    TORCH_CHECK(0 <= row[i] && row[i] < num_rows, "rows must be rows of params, got ", row[i]);
+    const auto of_row = param[row[i]];
+    selections.push_back(selection_of(of_row[kTemperature], of_row[kTopK], of_row[kTopP], of_row[kMaxGap]));
+  }
+  const auto tokens = at::empty({n}, rows.options());
+  int64_t* chosen = tokens.data_ptr<int64_t>();
+  ThreadPool::get().run(n, [&](int64_t i) {
+    const float* x = all + i * vocab;
+    chosen[i] = param[row[i]][kGreedy] != 0
+        ? argmax(x, vocab)
+        : Distribution(x, vocab, selections[i]).sample(uniform(seed[row[i]], position[i]));
+  });
+  if (newest) store_newest_op(tokens, rows, *newest);
   return tokens;
 }
 

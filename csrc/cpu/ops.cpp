@@ -77,6 +77,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "Tensor draw) -> Tensor",
       &sample_op);
   m.def(
+      "choose_tokens(Tensor logits, Tensor rows, Tensor positions, Tensor params, Tensor seeds, Tensor(a!)? newest) "
+      "-> Tensor",
+      &choose_tokens_op);
+  m.def(
       "token_logprobs(Tensor logits, Tensor lines, Tensor ids, int k) -> (Tensor, Tensor, Tensor)",
       &token_logprobs_op);
 }

@@ -56,6 +56,8 @@ class BlockSampling:
         newest: NewestTokens | None,
     ) -> torch.Tensor:
         n = len(rows)
+        if isinstance(self._choice, CpuChoice) and masks is None and not self._edits.any_needed(rows, positions):
+            return self._choice.of_rows(logits, rows, positions, self._state, newest)
         x = self._edited(logits, rows, positions)
         if masks is not None:
             self._apply_masks(x, *self._state.send_all(masks.lines.astype(np.int64), masks.bits))

@@ -61,6 +61,8 @@ class SamplingState:
         self.table = self.send(self.host.copy())
         """[num_rows + 1, columns], float64, the device's copy of `host` as of the last `flush`"""
         self._seeds = np.zeros(num_rows + 1, np.int64)
+        self.host_tensors = torch.from_numpy(self.host), torch.from_numpy(self._seeds)
+        """`host`, and the seed of each row, int64 [num_rows + 1]: the same memory as tensors."""
         self._greedy = np.ones(num_rows + 1, np.bool_)
         self._not_greedy: set[int] = set()
         """The rows whose last owner is not greedy."""

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.sampling.cpu_choice import CpuChoice
 from tercet.model_executor.sampling.joint_sampling import MAX_VOCAB_SIZE
+from tercet.model_executor.sampling.newest_tokens import NewestTokens
 from tercet.model_executor.sampling.sampler import Sampler
-from tercet.model_executor.sampling.sampling_state import SamplingState
+from tercet.model_executor.sampling.sampling_state import Column, SamplingState
 from tercet.model_executor.sampling.token_choice import Block, TokenChoice, TorchChoice
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
@@ -216,10 +217,80 @@ def test_torch_touches_logits_only_to_edit_them(edit: dict[str, float]) -> None:
     rows, seq_lens = np.arange(1, 6, dtype=np.int32), np.full(5, 4, np.int32)
     with OperationsOnLogits(997) as seen:
         sampler.sample(torch.randn(5, 997), rows, seq_lens)
-    ours = {"tercet_cpu.argmax.default", "tercet_cpu.sample.default"}
+    names = ("argmax", "sample") if edit else ("choose_tokens",)
+    ours = {f"tercet_cpu.{name}.default" for name in names}
     free_in_float32 = {"aten.detach.default", "aten.to.dtype"}
     assert ours <= seen.names
     assert (seen.names <= ours | free_in_float32) == (not edit), seen.names
+
+
+KINDS: list[dict[str, float]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.3, "min_p": 0.1},
+    {"top_k": 5},
+    {"top_k": 300, "temperature": 2.0},
+    {"top_p": 0.9},
+    {"top_k": 50, "top_p": 0.8, "min_p": 1.0},
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(KINDS), st.integers(-(2**63), 2**63 - 1), st.integers(1, 2**31 - 1)),
+        min_size=1,
+        max_size=9,
+    ),
+    st.sampled_from(["", "ties", "flat", "banned"]),
+    st.integers(0, 2**31),
+)
+def test_a_batch_without_edits_is_chosen_by_one_operation_as_by_several(
+    lines: list[tuple[dict[str, float], int, int]], kind: str, seed: int
+) -> None:
+    logits = drawn_logits(kind, len(lines), 997, seed)
+    logits[seed % (2 * len(lines)) :: 2 * len(lines)] = INF - INF
+    rows = np.random.default_rng(seed).permutation(np.arange(1, 12, dtype=np.int32))[: len(lines)]
+    seq_lens = np.array([seq_len for _, _, seq_len in lines], np.int32)
+    chosen = []
+    for has_edits in (False, True):
+        sampler = Sampler(12, 997, CPU)
+        for row, (params, row_seed, _) in zip(rows.tolist(), lines, strict=True):
+            sampler.set_row(new_row(row, row_seed, **params))
+        if has_edits:
+            sampler.set_row(new_row(12, logit_bias={"1": 1.0}))  # a row outside the batch
+            sampler._edits.any_needed = lambda *_: True  # type: ignore[method-assign]
+        newest = NewestTokens(torch.full((13,), -5), torch.from_numpy(rows.astype(np.int64)))
+        tokens = sampler.sample(logits, rows, seq_lens, newest=newest)
+        chosen.append((tokens.tolist(), newest.tokens.tolist()))
+    assert chosen[0] == chosen[1]
+    assert [chosen[0][1][row] for row in rows] == [max(token, 0) for token in chosen[0][0]]
+
+
+def test_what_does_not_fit_a_batch_is_refused() -> None:
+    params = torch.tensor([[1.0, 7.0, 1.0, INF, 1.0, 0.0, 0.0, 0.0]] * 3, dtype=torch.float64)
+
+    def choose_tokens(rows: list[int], num_lines: int = 2, params: torch.Tensor = params) -> torch.Tensor:
+        numbers = torch.tensor(rows), torch.ones(len(rows), dtype=torch.int64)
+        seeds = torch.zeros(3, dtype=torch.int64)
+        found: torch.Tensor = torch.ops.tercet_cpu.choose_tokens(
+            torch.zeros(num_lines, 7), *numbers, params, seeds, None
+        )
+        return found
+
+    assert len(choose_tokens([1, 2])) == 2
+    for wrong in (3, -1):
+        with pytest.raises(RuntimeError, match="rows must be rows of params"):
+            choose_tokens([1, wrong])
+    with pytest.raises(RuntimeError, match="logits must have shape"):
+        choose_tokens([1, 2], num_lines=3)
+    with pytest.raises(RuntimeError, match="params must have shape"):
+        choose_tokens([1, 2], params=params[:, :7].contiguous())
+    for column in (Column.TEMPERATURE, Column.TOP_K, Column.TOP_P):
+        changed = params.clone()
+        changed[2, column] = 0
+        with pytest.raises(RuntimeError, match="must be positive"):
+            choose_tokens([1, 2], params=changed)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -232,7 +303,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(RuntimeError, match="must be positive"):
             sample(logits, [0.5], **wrong)
     for draw in (1.0, -0.1, INF - INF):
-        with pytest.raises(RuntimeError, match="draw in"):
+        with pytest.raises(RuntimeError, match="draw must be in"):
             sample(logits, [draw])
     with pytest.raises(RuntimeError, match="must have shape"):
         sample(logits, [0.5], lines=[0, 1])
