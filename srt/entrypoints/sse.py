@@ -48,12 +48,24 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_LINE_BREAKS = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029"]
 _encode = msgspec.json.Encoder().encode
 
 
-def event(value: Any) -> bytes:
-    """One server-sent event. Its data is one line, because the JSON has no line breaks."""
-    return b"data: " + _encode(value) + b"\n\n"
+def event(value: Any, name: str | None = None) -> bytes:
+    """One server-sent event, with its name if it has one."""
+    data = _event(_encode(value))
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+def _event(data: bytes) -> bytes:
+    """The event with this JSON, which is one line: the encoder escapes all line breaks of ASCII. Some clients, such as
+    `iter_lines` of httpx, also end lines at those of Unicode."""
+    if not data.isascii():
+        for char, escape in _LINE_BREAKS:
+            if char[0] in data:  # a search for one byte is much faster than one for three
+                data = data.replace(char, escape)
+    return b"data: " + data + b"\n\n"
 
 
 class ResponseFormat(ABC):
@@ -73,7 +85,7 @@ class ResponseFormat(ABC):
 
     def failure(self, error: TercetError) -> bytes:
         """The last event before `[DONE]` of a stream that fails."""
-        return b"data: " + envelope(error) + b"\n\n"
+        return _event(envelope(error))
 
     @abstractmethod
     def full_response(self) -> Any:

@@ -15,6 +15,7 @@ from ...sampling_params import SamplingParams
 from ..job import Sample
 from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large
+from ..sse import event
 from ..wire import BodyCodec
 from .chat import CHAT_CODEC, run_chat
 from .chat_protocol import ChatBody
@@ -143,9 +144,8 @@ class _ResponsesFormat(PlannedFormat):
     def _tell(self, kind: str, **fields: Any) -> None:
         if not self._body.stream:
             return
-        event = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)
+        self._events.append(event(ResponseEvent(type=kind, sequence_number=self._num_events, **fields), kind))
         self._num_events += 1
-        self._events.append(b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n")
 
     def _told(self) -> bytes:
         data = b"".join(self._events)
