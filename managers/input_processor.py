@@ -17,6 +17,7 @@ import msgspec
 from ..srt.errors import InvalidRequest, PromptTooLong
 from ..srt.io_struct import DecodeOptions, GenerateReq
 from ..srt.model_files.model_config import ModelConfig
+from ..srt.plain_values import converted
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
@@ -79,12 +80,7 @@ class InputProcessor:
         for name in _JSON_FIELDS:
             if isinstance(values.get(name), dict):
                 values[name] = _json_text(values[name], name)
-        try:
-            sampling = msgspec.convert(values, SamplingParams)
-        except msgspec.ValidationError as error:
-            if isinstance(error.__cause__, InvalidRequest):
-                raise error.__cause__ from None
-            raise InvalidRequest(f"sampling parameters: {error}") from error
+        sampling = converted(SamplingParams, values)
         sampling.check_vocab(self._facts.vocab_size)
         if self.tokenizer is None and sampling.stops_at_text:
             field = "stop" if sampling.stop_strings else "stop_regex"

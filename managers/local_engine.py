@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,14 @@ from ..srt.errors import InvalidRequest
 from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, TokenOut, ToScheduler, ToTokenizer, pack_ids
 from ..srt.logprobs import LogprobOptions, sglang_lists
 from ..srt.model_files.model_config import load_model_config
-from ..srt.plain_values import check_in_json, plain_value
+from ..srt.plain_values import check_in_json, converted, plain_value
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.tenant_names import tenant_name
 from ..srt.text.tokenizer import tokenizer_of
 from .input_processor import InputProcessor
+from .request_registry import check_name
 from .scheduler import InFlight
 from .scheduler_io import SchedulerIO
 from .scheduler_process import build_scheduler, scheduler_facts
@@ -153,6 +153,8 @@ class LocalEngine:
         Raises InvalidRequest where a server answers with status 400. Errors that only the scheduler can find, such as
         a full waiting queue, are in the `finish_reasons` of the next step.
         """
+        call = _converted(_Call, request_id=request_id, prompt=prompt, return_logprob=return_logprob)
+        check_name(request_id, "request_id")
         if request_id in self._unfinished:
             raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not finished")
         sampling = self._inputs.make_sampling(_plain(sampling_params))
@@ -160,12 +162,14 @@ class LocalEngine:
             raise InvalidRequest(f"n must be 1 in a LocalEngine, got {sampling.n}; add one request for each sample")
         if sampling.grammar is not None:
             self.scheduler.check_grammar(sampling.grammar)
-        ids = self._inputs.check_ids(self._ids(prompt), is_text=isinstance(prompt, str))
+        given = call.prompt
+        all_ids = self._inputs.encode(given) if isinstance(given, str) else given
+        ids = self._inputs.check_ids(all_ids, is_text=isinstance(given, str))
         logprobs = _converted(
             LogprobOptions,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=plain_value(token_ids_logprob),
+            token_ids_logprob=token_ids_logprob,
             return_text_in_logprobs=return_text_in_logprobs,
         )
         options = _converted(
@@ -230,15 +234,13 @@ class LocalEngine:
         for name, items in sglang_lists(options, prompt_ids, out.token_ids, out.logprobs, text_of).items():
             fields.setdefault(name, []).extend(items)
 
-    def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return self._inputs.encode(prompt)
-        try:
-            if isinstance(prompt, bytes | bytearray | memoryview):  # Python gives their bytes as numbers
-                raise TypeError
-            return [operator.index(i) for i in prompt]
-        except TypeError:
-            raise InvalidRequest("prompt must be a text or token ids", param="prompt") from None
+
+class _Call(msgspec.Struct):
+    """The arguments of a request besides its options."""
+
+    request_id: str
+    prompt: str | list[int]
+    return_logprob: bool
 
 
 class _Scored(NamedTuple):
@@ -285,6 +287,9 @@ def _plain(given: Mapping[str, Any] | SamplingParams | None) -> Mapping[str, Any
     """Sampling parameters by name. SamplingParams give all of them."""
     if isinstance(given, SamplingParams):
         return msgspec.structs.asdict(given)
+    if not isinstance(given, Mapping | None):
+        message = f"sampling_params must be a mapping or SamplingParams, got {type(given).__name__}"
+        raise InvalidRequest(message, param="sampling_params")
     names = SamplingParams.__struct_fields__
     for name in given or ():
         if name not in names:
@@ -297,10 +302,8 @@ def _plain(given: Mapping[str, Any] | SamplingParams | None) -> Mapping[str, Any
 
 def _converted(kind: type[T], **values: Any) -> T:
     """A struct of these values. Raises InvalidRequest for a value of a wrong type or out of range."""
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, InvalidRequest):
-            raise error.__cause__ from None
-        text, _, path = str(error).replace("`", "").partition(" - at $.")
-        raise InvalidRequest(f"{path}: {text}", param=path) from error
+    plain = {name: one if isinstance(one, msgspec.Struct) else plain_value(one) for name, one in values.items()}
+    for name, value in plain.items():
+        if name != "prompt":  # it is checked when it is tokenised
+            check_in_json(value, name)
+    return converted(kind, plain)

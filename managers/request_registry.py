@@ -281,10 +281,15 @@ class RequestRegistry:
     def _check_names(self, names: Sequence[str]) -> None:
         seen: set[str] = set()
         for name in names:
-            if not 0 < len(name) <= _MAX_NAME_CHARS:
-                raise InvalidRequest(f"rid must have 1 to {_MAX_NAME_CHARS} characters, got {len(name)}", param="rid")
+            check_name(name, "rid")
             if name in self._by_name:
                 raise InvalidRequest(f"rid {name!r} is in use by a request that has not finished", param="rid")
             if name in seen:
                 raise InvalidRequest(f"rid {name!r} is in use twice in this request", param="rid")
             seen.add(name)
+
+
+def check_name(name: str, field: str) -> None:
+    """Raises InvalidRequest, with the field, for a name of a request that is empty or too long."""
+    if not 0 < len(name) <= _MAX_NAME_CHARS:
+        raise InvalidRequest(f"{field} must have 1 to {_MAX_NAME_CHARS} characters, got {len(name)}", param=field)

@@ -1,19 +1,23 @@
-"""Python values of a caller as values that JSON can represent, for the Engine and the LocalEngine."""
+"""Python values of a caller as values that JSON can represent and as structs, for the Engine and the LocalEngine."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from .errors import InvalidRequest
 
+T = TypeVar("T")
+
 _BYTES = (bytes, bytearray, memoryview)
 
 
 def plain_value(value: Any) -> Any:
-    """The value in builtin types. Arrays become lists, and numbers of numpy and torch become Python's numbers.
+    """The value in builtin types. Arrays and sequences become lists, and numbers of numpy and torch become Python's
+    numbers.
 
     Bytes stay bytes. Raises InvalidRequest for other values that JSON cannot represent.
     """
@@ -44,8 +48,22 @@ def check_in_json(value: Any, path: str) -> None:
             check_in_json(item, f"{path}[{i}]")
 
 
+def converted(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A struct of these plain values. Raises InvalidRequest for a value of a wrong type or out of range."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InvalidRequest):
+            raise error.__cause__ from None
+        text, _, path = str(error).replace("`", "").partition(" - at $.")
+        raise InvalidRequest(f"{path}: {text}", param=path) from error
+
+
 def _from_array(value: Any) -> Any:
-    """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values."""
+    """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values. Also a
+    sequence, such as a range, as a list."""
+    if isinstance(value, Sequence):
+        return list(value)
     tolist = getattr(value, "tolist", None)
     if tolist is None:
         raise TypeError(f"{type(value).__name__} is not supported")

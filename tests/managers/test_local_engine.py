@@ -210,14 +210,18 @@ def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
         ([131], None, r"token ids must be in \[0, 131\), got 131"),
         ([-1], None, r"token ids must be in \[0, 131\), got -1"),
         ([1] * 256, None, "the prompt has 256 tokens; at most 255 fit"),
-        ([1.5], None, "prompt must be a text or token ids"),
-        (7, None, "prompt must be a text or token ids"),
+        ([1, 1.5], None, r"prompt\[1\]: Expected int, got float"),
+        ([True], None, r"prompt\[0\]: Expected int, got bool"),
+        ({1: 2}, None, r"prompt: Expected str \| array, got object"),
+        (7, None, r"prompt: Expected str \| array, got int"),
         ("text", None, "this engine has no tokenizer"),
         ([1], {"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; known: max_new_tokens, "),
+        ([1], [], "sampling_params must be a mapping or SamplingParams, got list"),
         ([1], {"n": 2}, "n must be 1 in a LocalEngine, got 2"),
         ([1], {"temperature": -1}, "temperature must be"),
         ([1], {"temperature": object()}, "values that JSON can represent: object is not supported"),
-        (b"abc", None, "prompt must be a text or token ids"),
+        (b"abc", None, r"prompt: Expected str \| array, got bytes"),
+        ([1], {"max_new_tokens": True}, r"max_new_tokens: Expected int \| null, got bool"),
         ([1], {"stop": b"x"}, "stop must be a text, got bytes"),
         ([1], {"stop": ["x", "\ud800"]}, r"stop\[1\] must be valid Unicode"),
         ([1], {"stop_token_ids": [131]}, "stop_token_ids must be token ids below 131, got 131"),
@@ -246,7 +250,10 @@ def test_what_a_server_refuses_raises(make_engine: MakeEngine, prompt: Any, samp
         ("retention_seconds", [1], "retention_seconds: Expected float"),
         ("cache_salt", 5, "cache_salt: Expected str, got int"),
         ("tenant", 5, "tenant: Expected str, got int"),
-        ("session_id", b"x", "session_id: Expected str, got bytes"),
+        ("session_id", b"x", "session_id must be a text, got bytes"),
+        ("session_id", "\ud800", "session_id must be valid Unicode"),
+        ("running_timeout", float("inf"), "running_timeout must be a finite number"),
+        ("return_logprob", 1, "return_logprob: Expected bool, got int"),
         ("top_logprobs_num", 1.5, "top_logprobs_num: Expected int, got float"),
         ("logprob_start_len", "a", "logprob_start_len: Expected int, got str"),
         ("token_ids_logprob", ["a"], r"token_ids_logprob\[0\]: Expected int, got str"),
@@ -257,15 +264,34 @@ def test_an_argument_of_a_wrong_type_harms_no_other_request(
 ) -> None:
     engine = make_engine()
     with pytest.raises(InvalidRequest, match=message):
-        engine.add_request("a", [1], GREEDY, return_logprob=True, **{field: value})
+        engine.add_request("a", [1], GREEDY, **{"return_logprob": True, field: value})
     engine.add_request("b", [1], {**GREEDY, "max_new_tokens": 1})
     assert run(engine).finished == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "request_id must have 1 to 256 characters, got 0"),
+        ("x" * 257, "request_id must have 1 to 256 characters, got 257"),
+        (3, "request_id: Expected str, got int"),
+        ("\ud800", "request_id must be valid Unicode"),
+    ],
+)
+def test_a_request_has_a_name_as_in_a_server(make_engine: MakeEngine, name: Any, message: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match=message):
+        engine.add_request(name, [1])
+    assert not engine.has_unfinished()
+    engine.add_request("x" * 256, range(1, 2), {"max_new_tokens": 1})
+    assert run(engine).finished == ["x" * 256]
 
 
 def test_numbers_of_numpy_are_numbers(make_engine: MakeEngine) -> None:
     engine = make_engine()
     sampling = {**GREEDY, "temperature": np.float32(0), "max_new_tokens": np.int64(2)}
-    engine.add_request("a", [5], sampling, return_logprob=True, token_ids_logprob=np.array([3]))
+    options = {"priority": np.int64(0), "waiting_timeout": np.float64(9), "return_logprob": np.True_}
+    engine.add_request("a", np.array([5]), sampling, **options, token_ids_logprob=np.array([3]))
     assert run(engine).finish_reasons == {"a": LengthFinish(2)}
 
 
