@@ -6,6 +6,7 @@ The routes, the OpenAPI document and the tables of docs/api.md are made from the
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -221,6 +222,8 @@ class BoundEndpoint:
         return await self._decoded(request, data)
 
     async def _decoded(self, request: Request, data: bytearray) -> Any:
+        if data.startswith(codecs.BOM_UTF8):  # some editors write it; RFC 8259, section 8.1, allows to ignore it
+            del data[: len(codecs.BOM_UTF8)]
         codec = self._endpoint.body
         if codec is None:
             if bytes(data).strip() not in (b"", b"{}", b"null"):

@@ -13,6 +13,7 @@ from tercet.srt.entrypoints import admin, routing
 from tercet.srt.errors import BY_TYPE, FatalRequest, TercetError
 from tercet.srt.io_struct import AbortFinish
 
+BOM = b"\xef\xbb\xbf"
 POSTS = ["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"]
 
 
@@ -44,6 +45,8 @@ def test_a_method_that_is_not_allowed(site: Site, method: str, path: str) -> Non
         (b"[]", "expected object, got array"),
         (b'{"logprobs": ' + b"[" * 50_000, "nested too deeply"),
         ('{"text": "a"}'.encode("utf-16"), "not valid JSON"),
+        (BOM, "the body is empty"),
+        (BOM + BOM + b"{}", "not valid JSON"),
     ],
 )
 def test_a_body_that_is_none(site: Site, path: str, body: bytes, says: str) -> None:
@@ -51,6 +54,17 @@ def test_a_body_that_is_none(site: Site, path: str, body: bytes, says: str) -> N
     assert error["type"] == "invalid_request_error"
     if b"text" not in body and b"logprobs" not in body:
         assert says in error["message"]
+
+
+def test_a_byte_order_mark_before_the_body_is_ignored(site: Site) -> None:
+    answer = site.good("/v1/completions", BOM + b'{"prompt": "' + BOM + b'a", "max_tokens": 1}')
+    assert answer["usage"]["prompt_tokens"] == len(BOM) + 1
+    assert site.good("/abort_request", BOM + b'{"rid": "a"}') == {"aborted": False}
+
+
+def test_the_last_one_of_two_values_counts(site: Site) -> None:
+    answer = site.good("/v1/completions", b'{"prompt": "a", "max_tokens": 2, "max_tokens": 3}')
+    assert answer["usage"]["completion_tokens"] == 3
 
 
 def test_nesting_and_utf8_are_named(site: Site) -> None:
