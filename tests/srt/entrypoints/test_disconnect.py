@@ -42,7 +42,14 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("close", [socket.socket.close, reset])
+def half_close(connection: socket.socket) -> None:
+    """Says that no more requests come. The server cannot tell this from `close`."""
+    connection.shutdown(socket.SHUT_WR)
+    assert connection.recv(1) == b""
+    connection.close()
+
+
+@pytest.mark.parametrize("close", [socket.socket.close, reset, half_close])
 @pytest.mark.parametrize(("path", "body", "count"), BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_before_the_first_token(
