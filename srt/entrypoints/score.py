@@ -115,6 +115,11 @@ class _ScoreFormat(WholeFormat):
             raise no_result(sample)
         logprobs = np.array(found.output.asked_lists()[0])
         if self._body.apply_softmax:
+            if np.isneginf(logprobs.max()):
+                raise InvalidRequest(
+                    f"apply_softmax is not possible: all labels have the probability 0 after {sample.prompt.param}",
+                    param="apply_softmax",
+                )
             shares = np.exp(logprobs - logprobs.max())
             values: list[float] = (shares / shares.sum()).tolist()
         else:

@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import fake_http
+import msgspec
+import numpy as np
 import pytest
 from fake_http import Site
+from fake_results import fake_logprobs
 
-from tercet.srt.io_struct import AbortFinish
+from tercet.srt.io_struct import AbortFinish, unpack_ids
+from tercet.srt.logprobs import NewLogprobs
 
 PATH = "/v1/score"
 BODY = {"query": "a", "items": ["b", "c"], "label_token_ids": [4, 8]}
@@ -33,6 +39,22 @@ def test_softmax_over_the_labels(site: Site) -> None:
     (scores,) = site.post(PATH, {**BODY, "items": "bc", "apply_softmax": True}).json()["scores"]
     assert site.scheduler.prompt_texts() == ["abc"], "a text is one item"
     assert sum(scores) == pytest.approx(1) and scores[0] / scores[1] == pytest.approx(math.e)
+
+
+def test_labels_that_are_all_impossible_have_no_shares(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a model may be -inf. Then the sum is 0, and JSON has no NaN."""
+
+    def logprobs(*args: Any) -> NewLogprobs:
+        new = fake_logprobs(*args)
+        second = -1 if unpack_ids(args[0].input_ids)[1] == ord("b") else -math.inf
+        asked = np.array([-math.inf, second], np.float32)
+        return msgspec.structs.replace(new, output=msgspec.structs.replace(new.output, asked=asked.tobytes()))
+
+    monkeypatch.setattr(fake_http, "fake_logprobs", logprobs)
+    assert site.good(PATH, BODY)["scores"] == [[0, pytest.approx(math.exp(-1))], [0, 0]]
+    assert site.good(PATH, {**BODY, "items": "b", "apply_softmax": True})["scores"] == [[0, 1]]
+    error = site.refused(PATH, {**BODY, "apply_softmax": True})
+    assert error["param"] == "apply_softmax" and "probability 0 after items[1]" in error["message"]
 
 
 @pytest.mark.parametrize(("first", "prompts"), [(False, [[1, 2, 3], [1, 2, 4]]), (True, [[3, 1, 2], [4, 1, 2]])])
