@@ -32,7 +32,6 @@ _MESSAGE_CHARS = 300
 _PATH = re.compile(r" - at `\$\.?([^`]*)`\Z")
 _UNKNOWN = re.compile(r"\AObject contains unknown field `(.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"\AObject missing required field `(.*)`\Z")
-_NO_CHOICE = ("Invalid enum value", "Invalid value")
 
 
 def doc(description: str) -> Meta:
@@ -161,14 +160,14 @@ class BodyCodec(Generic[T]):
             name = _join(path, missing.group(1)) or ""
             return InvalidRequest(f"{name} is required", param=name)
         lowered = (text[:1].lower() + text[1:_MESSAGE_CHARS]).replace("`", "")  # it may quote what was sent
-        choices = _choices_at(self.type, path) if text.startswith(_NO_CHOICE) else []
+        choices = _choices_at(self.type, path)
         allowed = f"; allowed: {', '.join(choices)}" if choices else ""
         return InvalidRequest(f"{path or 'the body'}: {lowered}{allowed}", param=path or None)
 
 
 def shown(value: object) -> str:
     """A client's value for an error message: on one line, and cut if it is long."""
-    text = ascii(value) if isinstance(value, str) else repr(value)
+    text = ascii(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 

@@ -21,6 +21,7 @@ class Body(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     things: Annotated[Any, only("no things", [], {"a": 1})] = None
     text: Annotated[str, doc("The text")]
     inner: Annotated[Inner | list[Inner] | None, doc("More")] = None
+    counts: Annotated[dict[str, Int32] | None, doc("How many")] = None
 
 
 CODEC = BodyCodec(Body)
@@ -69,6 +70,8 @@ def test_any_other_value_is_refused_by_name(extra: str, name: str, accepted: str
         ('{"text": "a", "inner": {"magic": 1}}', "inner.magic", "got 1 (in inner)"),
         ('{"text": "a", "inner": {"depth": "1"}}', "inner.depth", "inner.depth: expected int | null, got str"),
         ('{"text": "a", "inner": {"depth": 4294967296}}', "inner.depth", "expected int <= 2147483647"),
+        ('{"text": "a", "inner": {"depth": -2147483649}}', "inner.depth", "expected int >= -2147483648"),
+        ('{"text": "a", "counts": {"x": "1"}}', "counts", "counts: expected int, got str"),
         ('{"inner": {}}', "text", "text is required"),
         ('{"text": 1}', "text", "text: expected str, got int"),
         ("[]", None, "the body: expected object, got array"),
@@ -104,16 +107,17 @@ def test_a_hostile_name_is_shown_short_and_on_one_line() -> None:
 
 def test_shown() -> None:
     assert shown("hé\n") == "'h\\xe9\\n'"
+    assert shown(["é\u2028"]) == "['\\xe9\\u2028']"
     assert len(shown("x" * 10_000)) < 100
     assert shown("x" * 78) == f"'{'x' * 78}'" and shown("x" * 79) == f"'{'x' * 79}..."
 
 
 def test_fields_are_documented_required_ones_first_and_restricted_ones_last() -> None:
     fields = fields_of(Body)
-    assert [one.name for one in fields] == ["text", "inner", "zero", "false", "things"]
+    assert [one.name for one in fields] == ["text", "inner", "counts", "zero", "false", "things"]
     assert fields[0].required and not fields[1].required
     assert [one.type for one in fields[:2]] == ["string", "Inner or list of Inner"]
-    assert [one.allowed for one in fields] == [None, None, "null or 0", "null or false", 'null or [] or {"a":1}']
+    assert [one.allowed for one in fields] == [None, None, None, "null or 0", "null or false", 'null or [] or {"a":1}']
 
 
 def test_a_field_without_a_description_is_a_mistake() -> None:
@@ -151,16 +155,36 @@ class Drawing(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 @pytest.mark.parametrize(
-    ("body", "path", "allowed"),
+    ("body", "path", "says"),
     [
-        (b'{"sides": [{}, {"side": "up"}]}', "sides[1].side", "; allowed: left, right"),
-        (b'{"shape": {"kind": "up"}}', "shape.kind", "; allowed: circle, square"),
+        (b'{"sides": [{}, {"side": "up"}]}', "sides[1].side", "value 'up'; allowed: left, right"),
+        (b'{"sides": [{}, {"side": 1}]}', "sides[1].side", "expected str | null, got int; allowed: left, right"),
+        (b'{"shape": {"kind": "up"}}', "shape.kind", "value 'up'; allowed: circle, square"),
         # The path does not tell which of the two objects it is.
-        (b'{"shape": {"kind": "square", "fill": "up"}}', "shape.fill", ""),
+        (b'{"shape": {"kind": "square", "fill": "up"}}', "shape.fill", "value 'up'"),
     ],
 )
-def test_an_error_about_a_choice_lists_what_is_allowed(body: bytes, path: str, allowed: str) -> None:
+def test_an_error_about_a_choice_lists_what_is_allowed(body: bytes, path: str, says: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         BodyCodec(Drawing).decode(body)
-    assert caught.value.message.endswith(f" value 'up'{allowed}")
+    assert caught.value.message.endswith(f" {says}")
     assert caught.value.param == path
+
+
+class Pair(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    def __post_init__(self) -> None:
+        raise InvalidRequest("too much")
+
+
+class Pairs(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    pairs: Annotated[list[Pair], doc("Several")]
+
+
+@pytest.mark.parametrize(
+    ("cls", "body", "param", "message"),
+    [(Pair, b"{}", None, "too much"), (Pairs, b'{"pairs": [{}]}', "pairs[0]", "too much (in pairs[0])")],
+)
+def test_an_error_about_a_whole_object_has_its_path(cls: type, body: bytes, param: str | None, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        BodyCodec(cls).decode(body)
+    assert (caught.value.param, caught.value.message) == (param, message)
