@@ -269,8 +269,9 @@ class _ChatFormat(PlannedFormat):
 
     def _logprobs(self, sample: Sample, out: TextOut) -> ChatLogprobs | None:
         options, tokenizer = sample.prompt.options.logprobs, self._server.manager.inputs.tokenizer
-        if options is None or tokenizer is None:
+        if options is None:
             return None
+        assert tokenizer is not None  # it has rendered the chat
         return chat_logprobs(tokenizer, options, out)
 
     def _finish_name(self, sample: Sample) -> ChatFinishName | None:
