@@ -114,3 +114,11 @@ def test_the_deltas_join_to_the_message(form: AnswerFormat, data: st.DataObject)
         if "in_one_piece" in fields:
             pieces_of_reasoning = [delta for delta in deltas if delta.reasoning_content is not UNSET]
             assert len(pieces_of_reasoning) == [kind for kind, _ in plain].count("reasoning")
+
+
+@pytest.mark.parametrize(
+    ("text", "content"), [("", ""), ("<think>I", ""), ("<think>I</think>Hi", "Hi"), (PIECES[-1] + "</tool_call>", None)]
+)
+def test_only_a_message_of_calls_has_no_content(text: str, content: str | None) -> None:
+    form = AnswerFormat(reasoning="qwen3", tools="hermes", functions=FUNCTIONS)
+    assert reader_of(form=form).message(text).content == content
