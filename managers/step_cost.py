@@ -11,6 +11,7 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..model_executor.step import ForwardMode, StepInputs
 
@@ -113,6 +114,18 @@ _ORDER = sorted(range(len(_SCALES)), key=lambda i: StepCost._fields[i] != "promp
 most in the cost of a prompt token."""
 
 
+class _FarSteps(NamedTuple):
+    """Steps of one kind in a row that took far longer than predicted, or far shorter."""
+
+    is_longer: bool
+    cost: StepCost
+    """What this and the next two were before the first of these steps."""
+    squares: npt.NDArray[np.float64]
+    targets: npt.NDArray[np.float64]
+    ratios: list[float]
+    """Of each step, its time to that by `cost`."""
+
+
 class StepCostModel:
     """Fits a StepCost to measured steps, by least squares of the relative errors.
 
@@ -128,8 +141,11 @@ class StepCostModel:
     NUM_UNSURE = 8
     """The following steps of each kind are believed, however far from the prediction they are."""
     MAX_RATIO = 3.0
-    """A later step counts as at most so many times longer or shorter than predicted. So an outlier does little, and a
-    machine that has become slower is learned within some twenty steps."""
+    """A later step counts as at most so many times longer or shorter than predicted. So an outlier does little."""
+    FAR_RATIO, NUM_FAR = 2.0, 4
+    """So many steps of a kind in a row that are all this many times longer than predicted, or all shorter, are no
+    outliers. The machine has changed its speed, and earlier steps of the kind count as if it had had the new one."""
+    _KEPT_OF_OTHERS = 1e-3
     _SWEEPS = 4
     _DECODES_PER_SOLUTION = 8
     """Decode steps tell little that is new, so not each of them is worth a solution."""
@@ -143,6 +159,8 @@ class StepCostModel:
         self._squares = np.zeros((2, size, size))
         self._targets = np.zeros((2, size))
         self._num_seen = [0, 0]
+        self._far: list[_FarSteps | None] = [None, None]
+        """Of each kind, its last steps, if all of them were far from the predictions on the same side."""
         self._error = [0.0, 0.0]
         self._pending: list[tuple[StepShape, float, bool]] = []
         """The decode steps since the last solution, as arguments of `_add`. Between two steps, when the caches have no
@@ -179,6 +197,8 @@ class StepCostModel:
         if is_believed or unit <= 0:
             unit = seconds  # a long first step is an exception rather than the rule, so it has little weight
         else:
+            if self._has_changed(kind, shape, seconds):
+                unit = self._cost.seconds(shape)
             seconds = min(max(seconds, unit / self.MAX_RATIO), unit * self.MAX_RATIO)
             self._error[kind] += (1 - self.KEPT) * ((seconds / unit - 1) ** 2 - self._error[kind])
         z = np.array((1, *shape)) / _SCALES_ARRAY / unit
@@ -186,6 +206,30 @@ class StepCostModel:
         self._squares[kind] += z[:, None] * z
         self._targets[kind] *= self.KEPT
         self._targets[kind] += z * (seconds / unit)
+
+    def _has_changed(self, kind: int, shape: StepShape, seconds: float) -> bool:
+        """Notes how far a step is from its prediction. If the machine has changed, adapts to it."""
+        ratio = seconds / self._cost.seconds(shape)
+        if 1 / self.FAR_RATIO < ratio < self.FAR_RATIO:
+            self._far[kind] = None
+            return False
+        far = self._far[kind]
+        if far is None or far.is_longer != (ratio > 1):
+            far = _FarSteps(ratio > 1, self._cost, self._squares[kind].copy(), self._targets[kind].copy(), [])
+            self._far[kind] = far
+        far.ratios.append(seconds / far.cost.seconds(shape))
+        if len(far.ratios) < self.NUM_FAR:
+            return False
+        change = sorted(far.ratios)[self.NUM_FAR // 2]
+        self._squares[kind] = far.squares / (change * change)
+        self._targets[kind] = far.targets / change
+        # Steps of the other kind may have changed, too. If not, the next ones soon say so.
+        self._squares[1 - kind] *= self._KEPT_OF_OTHERS
+        self._targets[1 - kind] *= self._KEPT_OF_OTHERS
+        self._theta = [value * scale * change for value, scale in zip(far.cost, _SCALES, strict=True)]
+        self._solve()
+        self._far[kind] = None
+        return True
 
     def _solve(self) -> None:
         theta = self._theta

@@ -175,14 +175,23 @@ def test_decode_steps_are_learned_without_prompts() -> None:
     assert model.cost.seconds(shape) == pytest.approx(2 * SLOW.seconds(shape), rel=0.05)
 
 
-@pytest.mark.parametrize("ratio", [0.4, 4.0])
-def test_a_machine_that_changes_its_speed_is_learned_soon(ratio: float) -> None:
+@pytest.mark.parametrize("ratio", [0.01, 0.4, 4.0, 100.0])
+@pytest.mark.parametrize("is_extend", [False, True])
+def test_a_machine_that_changes_its_speed_is_learned_in_a_few_steps(is_extend: bool, ratio: float) -> None:
     model = fitted(SLOW)
     rng = Random(3)
-    for _ in range(80):
-        shape = StepShape.of_prompt(0, rng.randint(100, 500))
+    for _ in range(model.NUM_FAR):
+        shape = StepShape.of_prompt(0, rng.randint(100, 500)) if is_extend else StepShape(False, 8, 0, 0, 4000)
         model.observe(shape, ratio * SLOW.seconds(shape))
-    assert model.cost.seconds(shape) == pytest.approx(ratio * SLOW.seconds(shape), rel=0.15)
+    assert model.cost.seconds(shape) == pytest.approx(ratio * SLOW.seconds(shape), rel=0.1)
+
+
+@pytest.mark.parametrize("ratios", [(100.0, 100.0, 100.0, 1.0), (100.0, 100.0, 100.0, 0.01)])
+def test_steps_far_from_the_predictions_on_both_sides_are_outliers(ratios: tuple[float, ...]) -> None:
+    model, shape = fitted(SLOW), StepShape.of_prompt(0, 300)
+    for ratio in ratios * 2:
+        model.observe(shape, ratio * SLOW.seconds(shape))
+        assert model.cost.seconds(shape) < 2 * SLOW.seconds(shape)
 
 
 def test_the_first_step_of_each_kind_teaches_nothing() -> None:
