@@ -335,7 +335,7 @@ class KVCacheManager:
     def rebuild(self) -> None:
         """As `flush`, after the audit found an error: none of the KV is saved, because it may be wrong, too."""
         if self.tiers is not None:
-            self.tiers.drop_copies()
+            self.tiers.rebuild()
         self.flush()
 
     def private_slots(self, reqs: Sequence[Req]) -> Int32Array:

@@ -72,7 +72,7 @@ class KVTiers:
         self._under_way: deque[TierCopies] = deque()
         """Of launched steps, oldest first."""
         self._reading: dict[bytes, ReadJob] = {}
-        self._num_writing = 0
+        self._writing: set[WriteJob] = set()
         self._events: TierEvents | None = None
 
     # Loading
@@ -84,8 +84,7 @@ class KVTiers:
         """
         if self._storage is None:
             return False
-        state = self._state(req)
-        if state.is_settled:
+        if (state := self._state(req)).is_settled:
             return False
         self._collect(self._storage.poll())
         if state.give_up_s is None:
@@ -234,7 +233,9 @@ class KVTiers:
                 if self._events is not None:
                     self._events.on_used_file(keys, index, tokens, req.namespace)
                 continue
-            block = self._take()
+            if self._writing and self._storage is not None:
+                self._collect(self._storage.poll())
+            block = self.blocks.take()
             if block is None:
                 break
             self.blocks.name(block, key)
@@ -257,15 +258,10 @@ class KVTiers:
         if storage is None or storage.has(key) or self.blocks.is_pinned(block) or not storage.is_writing:
             return None
         self.blocks.pin(block)
-        self._num_writing += 1
         job = WriteJob(key, block, keys.content(tokens, index), use_time_ns(index))
+        self._writing.add(job)
         storage.write(job)
         return job
-
-    def _take(self) -> int | None:
-        if self._num_writing and self._storage is not None:
-            self._collect(self._storage.poll())
-        return self.blocks.take()
 
     @staticmethod
     def _num_checked(req: Req, state: ReqTiers) -> int:
@@ -298,7 +294,7 @@ class KVTiers:
         for job in copies.filled:
             if self._storage is not None and self._storage.is_writing and not self._storage.has(job.key):
                 self._storage.write(job)
-                self._num_writing += 1
+                self._writing.add(job)
             else:
                 self._unpin_saved(job)
 
@@ -310,7 +306,7 @@ class KVTiers:
         for job in jobs:
             if isinstance(job, WriteJob):
                 self._unpin_saved(job)
-                self._num_writing -= 1
+                self._writing.remove(job)
                 self.counts.num_written += job.is_written
                 continue
             self.counts.num_read += job.num_read
@@ -354,7 +350,9 @@ class KVTiers:
         slots that are free from now on keep their KV until then.
         """
         if self._storage is None:
-            self.drop_copies()
+            for block in self._next.blocks:
+                self.blocks.unpin(block)
+            self._next = TierCopies()
         self.blocks.clear()
         for job in self._reading.values():
             job.is_void = True
@@ -363,11 +361,10 @@ class KVTiers:
             if self._storage is not None:
                 self._storage.list_files()
 
-    def drop_copies(self) -> None:
-        """Forget the copies that wait for a step."""
-        for block in self._next.blocks:
-            self.blocks.unpin(block)
+    def rebuild(self) -> None:
+        """After an audit found an error: forget the copies that wait for a step, and all but the pins with a reason."""
         self._next = TierCopies()
+        self.blocks.rebuild(self._pinned())
 
     def change_identity(self, identity: bytes) -> None:
         """From now on, KV is of this identity. `clear` has been called, and no request has ReqTiers."""
@@ -388,10 +385,14 @@ class KVTiers:
         if self._storage is not None:
             self._collect(self._storage.poll())
         self.blocks.audit()
-        copies = [self._next, *self._under_way]
-        num_pins = sum(len(one.blocks) for one in copies) + len(self._reading) + self._num_writing
-        if num_pins != self.blocks.num_pins:
-            raise AssertionError(f"{self.blocks.num_pins} pins of host blocks, but {num_pins} reasons")
+        if len(self._pinned()) != self.blocks.num_pins:
+            raise AssertionError(f"{self.blocks.num_pins} pins of host blocks, but {len(self._pinned())} reasons")
+
+    def _pinned(self) -> list[int]:
+        """The block of each pin that has a reason."""
+        copied = [block for one in (self._next, *self._under_way) for block in one.blocks]
+        read = [block for job in set(self._reading.values()) for _, block in job.blocks]
+        return copied + read + [job.block for job in self._writing]
 
     def _state(self, req: Req) -> ReqTiers:
         if req.tiers is None:

@@ -130,6 +130,17 @@ class HostBlocks:
         self._free.extend(self._kept)
         self._kept.clear()
 
+    def rebuild(self, pinned: Iterable[int]) -> None:
+        """After `audit` failed: forget everything but these pins. `pinned`: a block for each pin."""
+        self._pins = [0] * self.num_blocks
+        for block in pinned:
+            self._pins[block] += 1
+        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if not self._pins[block]]
+        self._kept.clear()
+        self._block_of = {}
+        self._key_of = [None] * self.num_blocks
+        self.forgotten_until = self._num_uses
+
     def audit(self) -> None:
         """Raises AssertionError unless each block is in exactly one state. O(num_blocks)."""
         pinned = {block for block, pins in enumerate(self._pins) if pins}

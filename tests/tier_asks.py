@@ -57,7 +57,7 @@ def settle_copies(rig: Rig) -> None:
     while rig.kv.has_copies or rig.in_flight is not None:
         rig.turn()
     tiers = rig.kv.tiers
-    while tiers._num_writing:
+    while tiers._writing:
         jobs = tiers._storage.poll(PATIENCE_S)
         assert jobs
         tiers._collect(jobs)

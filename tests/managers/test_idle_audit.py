@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scheduler_rig import Rig
+from tier_asks import settle_copies
 
 from fakes import expected_output
 from tercet.managers.idle_audit import QUIET_S
@@ -223,3 +225,19 @@ def test_a_retention_in_the_middle_of_an_audit_is_no_error() -> None:
     assert rig.scheduler.state().num_kv_repairs == 0
     pass_quiet(rig)
     assert slices.num_ended == 1
+
+
+def test_a_lost_pin_of_a_host_block_is_repaired_once(tmp_path: Path) -> None:
+    """Without a repair every audit would fail, and empty the cache."""
+    rig, _ = idle_rig(page_size=4, host_blocks=64, storage=tmp_path)
+    settle_copies(rig)
+    blocks = rig.kv.tiers.blocks
+    taken = blocks.take()
+    pass_quiet(rig)
+    assert rig.scheduler.state().num_kv_repairs == 1
+    assert not blocks.is_pinned(taken) and blocks.num_free == blocks.num_blocks
+    rig.add("next", PROMPT)
+    rig.run()
+    settle_copies(rig)
+    pass_quiet(rig)
+    assert rig.scheduler.state().num_kv_repairs == 1

@@ -58,7 +58,7 @@ def test_all_kv_of_the_old_weights_is_forgotten(tmp_path: Path) -> None:
         rig.run()
         while rig.kv.has_copies or rig.in_flight is not None:
             rig.turn()
-        while rig.kv.tiers._num_writing:  # the files can be read when they are written
+        while rig.kv.tiers._writing:  # the files can be read when they are written
             rig.kv.tiers._collect(rig.kv.tiers._storage.poll(0.01))
         counts = rig.heard[rid].last.counts
         return counts.cached_tokens, counts.host_tokens, counts.storage_tokens

@@ -152,3 +152,9 @@ def test_the_audit_finds_a_block_in_two_states_or_none() -> None:
         spoil(blocks)
         with pytest.raises(AssertionError):
             blocks.audit()
+        blocks.rebuild([1, 2, 1])
+        blocks.audit()
+        assert (blocks.num_free, blocks.num_kept, blocks.num_pins) == (1, 0, 3) and blocks.find(b"k") is None
+        for block in (1, 1, 2):
+            blocks.unpin(block)
+        assert blocks.num_free == 3
