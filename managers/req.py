@@ -67,6 +67,7 @@ class Req:
         "deadline",
         "finish",
         "grammar",
+        "has_begun",
         "hidden",
         "host_tokens",
         "is_announced",
@@ -164,6 +165,8 @@ class Req:
         """Tokens that it had to compute when it arrived, as far as that was known. QueueLimits writes it."""
         self.deadline = math.inf
         """When it is over its waiting time or its running time. Only Timeouts reads and writes it."""
+        self.has_begun = False
+        """Whether it has had its first step, also in an engine that has died. Only Timeouts reads and writes it."""
         self.ran_s = 0.0
         """How long it has run in engines that have died."""
         self.matched_len = 0

@@ -43,16 +43,18 @@ class Timeouts:
 
     def on_arrival(self, req: Req, waited_s: float | None = 0.0) -> None:
         """`waited_s`: how long it has waited before. None: it has had its first step, in an engine that has died."""
+        if waited_s is None:
+            self._begin(req)
+            return
         limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
-        if limit_s is not None and waited_s is not None:
+        if limit_s is not None:
             self._set(req, self._now() + limit_s - waited_s)
 
     def on_launch(self, reqs: Iterable[Req]) -> None:
-        """Call it for each step with prompts, before `queue_time_s` of its requests is set."""
+        """Call it for each step with prompts."""
         for req in reqs:
-            if req.queue_time_s is None:
-                limit_s = shorter(self._running_s, req.options.running_timeout)
-                self._set(req, math.inf if limit_s is None else self._now() + limit_s - req.ran_s)
+            if not req.has_begun:
+                self._begin(req)
 
     def take_late(self) -> list[tuple[Req, AbortFinish]]:
         """The requests that are over their limit since the last call, each with the reason for its end."""
@@ -77,6 +79,11 @@ class Timeouts:
     def _now(self) -> float:
         return (self._clock() if self._paused_at is None else self._paused_at) - self._paused_s
 
+    def _begin(self, req: Req) -> None:
+        req.has_begun = True
+        limit_s = shorter(self._running_s, req.options.running_timeout)
+        self._set(req, math.inf if limit_s is None else self._now() + limit_s - req.ran_s)
+
     def _set(self, req: Req, deadline: float) -> None:
         req.deadline = deadline
         if deadline == math.inf:
@@ -88,7 +95,7 @@ class Timeouts:
             self._max_len = 2 * len(self._heap) + _HEAP_SLACK
 
     def _reason(self, req: Req) -> AbortFinish:
-        if req.queue_time_s is None:
+        if not req.has_begun:
             limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
             assert limit_s is not None
             return AbortFinish.of(WaitingTimeout.of(limit_s))

@@ -119,14 +119,29 @@ def test_the_time_stands_still_during_a_pause() -> None:
 
 def test_a_request_of_an_engine_that_died_does_not_wait_again() -> None:
     clock = FakeClock()
-    found = Timeouts(5.0, 5.0, clock)
+    found = Timeouts(2.0, 5.0, clock)
     req = make_req(0)
     found.on_arrival(req, None)
-    assert not found.is_armed
-    found.on_launch([req])
-    clock.now += 5.0
-    req.queue_time_s = 0.0
+    clock.now += 4.0
+    assert found.take_late() == []
+    found.on_launch([req])  # it runs since its arrival
+    clock.now += 1.0
     assert [late.rid for late, _ in found.take_late()] == ["r0"]
+
+
+def test_the_running_time_of_a_resumed_request_goes_on_while_it_waits() -> None:
+    """As that of a retracted one does."""
+    rig = Rig(running_timeout=5.0, max_running=1, overlap=False)
+    known = expected_output([1] * 9, 1, 4, 97)
+    rig.add("first", [2] * 9, max_new_tokens=100, priority=1)
+    turns(rig, 2, step_s=0.0)
+    rig.add("r", [1] * 9, max_new_tokens=100, resumed=Resumed(known, 0, 0, ran_s=4.0), waited_s=None)
+    rig.turn()
+    rig.clock.now += 1.0
+    rig.turn()
+    assert rig.heard["first"].finish is None
+    finish = rig.heard["r"].finish
+    assert isinstance(finish, AbortFinish) and "run for 5 s" in finish.message
 
 
 @pytest.mark.parametrize(("ran_s", "left_s"), [(0.0, 5.0), (3.0, 2.0), (9.0, 0.0)])
