@@ -180,7 +180,9 @@ def test_decode_steps_are_learned_without_prompts() -> None:
 def test_a_machine_that_changes_its_speed_is_learned_in_a_few_steps(is_extend: bool, ratio: float) -> None:
     model = fitted(SLOW)
     rng = Random(3)
-    for _ in range(model.NUM_FAR):
+    # Decode steps are added when the model is solved. The last solution before the change is as late as possible.
+    num_steps = model.NUM_FAR if is_extend else model._DECODES_PER_SOLUTION + model.NUM_FAR - 1
+    for _ in range(num_steps):
         shape = StepShape.of_prompt(0, rng.randint(100, 500)) if is_extend else StepShape(False, 8, 0, 0, 4000)
         model.observe(shape, ratio * SLOW.seconds(shape))
     assert model.cost.seconds(shape) == pytest.approx(ratio * SLOW.seconds(shape), rel=0.1)
