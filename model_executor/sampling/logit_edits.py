@@ -129,7 +129,7 @@ class LogitEdits:
 
     def any_needed(self, rows: npt.NDArray[np.integer], seq_lens: npt.NDArray[np.integer]) -> bool:
         """Whether any of the rows needs edits at this step."""
-        return bool(self._edited) and bool(self.needed(rows, seq_lens).any())
+        return not self._edited.isdisjoint(rows.tolist()) and bool(self.needed(rows, seq_lens).any())
 
     @property
     def counts(self) -> torch.Tensor:

@@ -116,7 +116,7 @@ class SamplingState:
 
     def all_greedy(self, rows: npt.NDArray[np.integer]) -> bool:
         """Whether a batch has only greedy rows."""
-        return not self._not_greedy or bool(self._greedy[rows].all())
+        return self._not_greedy.isdisjoint(rows.tolist())
 
     def kinds(self, rows: npt.NDArray[np.int64]) -> Kinds:
         """What kinds of row a batch has. rows: int64 [n]."""
