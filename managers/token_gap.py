@@ -35,19 +35,25 @@ class TimeBudget:
         self._cost = cost
         self._left_s = budget_s
         self._step = beside
+        self._reqs: set[Req] = set()
+        """Those with prompts in the step."""
 
     def room(self, req: Req, start: int) -> float:
         """Tokens of a prompt, from position `start` on, that the step still has time for. May be infinite."""
-        return self._cost.prompt_tokens_within(self._left_s - self._later_s(req), self._step, start)
+        return self._cost.prompt_tokens_within(*self._beside(req), start)
 
     def take(self, req: Req, start: int, end: int) -> None:
         """Positions [start, end) of a prompt join the step."""
-        self._left_s -= self._later_s(req)
-        self._step = self._step.plus(StepShape.of_prompt(start, end))
+        self._left_s, beside = self._beside(req)
+        self._step = beside.plus(StepShape.of_prompt(start, end))
+        self._reqs.add(req)
 
-    def _later_s(self, req: Req) -> float:
-        """The seconds that the request adds to the decode step after this step."""
-        return self._cost.row_s + self._cost.decode_context_s * req.num_tokens
+    def _beside(self, req: Req) -> tuple[float, StepShape]:
+        """The seconds for the step if it has more of this request, and the step without the request's row."""
+        if req in self._reqs:  # its row was counted before
+            return self._left_s, self._step._replace(num_rows=self._step.num_rows - 1)
+        later_s = self._cost.row_s + self._cost.decode_context_s * req.num_tokens  # in the decode step after this step
+        return self._left_s - later_s, self._step
 
 
 class TokenGapBound:

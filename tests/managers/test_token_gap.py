@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kv_makers import make_req
 from timed_rig import FAST, SLOW, TimedRig
 
 from tercet.managers.step_cost import StepCost, StepShape
@@ -177,7 +177,7 @@ def test_noise_shortens_the_steps_of_a_given_bound_and_not_those_of_the_automati
             shape = StepShape.of_prompt(0, rng.randint(50, 300))
             gap.model.observe(shape, SLOW.seconds(shape) * rng.lognormvariate(0, 0.3))
         time = gap.budget([], always_join=False)
-        num_tokens[bound] = time.room(SimpleNamespace(num_tokens=0), 0)
+        num_tokens[bound] = time.room(make_req([]), 0)
     assert num_tokens["auto"] == pytest.approx(
         SLOW.prompt_tokens_within(AUTO_GAP_S, StepShape(True, 0, 0, 0, 0), 0), rel=0.2
     )
