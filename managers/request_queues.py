@@ -12,7 +12,7 @@ class RequestQueues:
     """Each live request is in exactly one of three places. `holders` are the requests with KV.
 
     `unfinished` and `running` are ordered sets: dictionaries whose values mean nothing. The time to add, find or remove
-    a request does not depend on their number, except that retracted requests are sorted with waiting ones.
+    a request does not depend on their number, except that retracted requests are sorted with older waiting ones.
     """
 
     def __init__(self, max_waiting: int = 1 << 30) -> None:

@@ -47,7 +47,7 @@ class TenantLevel(Level):
     def put_back(self, reqs: Collection[Req]) -> None:
         super().put_back(reqs)
         for tenant in {req.tenant for req in reqs}:
-            self.tenants[tenant].sort()
+            self.tenants[tenant].restore([req for req in reqs if req.tenant == tenant])
 
     def num_tokens_before(self, req: Req) -> int:
         """All of the same tenant, and of each other one as much as it may have until the request is in credit."""

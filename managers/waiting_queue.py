@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 from math import inf
 from operator import attrgetter
 
@@ -20,7 +21,7 @@ class Level:
 
     def __init__(self, urgency: int) -> None:
         self.urgency = urgency
-        self.reqs: dict[Req, None] = {}
+        self.reqs: OrderedDict[Req, None] = OrderedDict()
         self.num_tokens = 0
 
     def add(self, req: Req) -> None:
@@ -33,13 +34,17 @@ class Level:
         self.num_tokens -= req.queued_tokens
 
     def put_back(self, reqs: Collection[Req]) -> None:
-        """Adds requests that arrived at any time."""
+        """Adds requests that arrived at any time, at least one."""
         for req in reqs:
             self.add(req)
-        self.sort()
+        self.restore(reqs)
 
-    def sort(self) -> None:
-        self.reqs = dict.fromkeys(sorted(self.reqs, key=_arrival_of))
+    def restore(self, reqs: Collection[Req]) -> None:
+        """Moves the requests that were added last to their places. Looks only at the requests that are before them."""
+        newest = max(map(_arrival_of, reqs))
+        older = takewhile(lambda req: req.arrival < newest, self.reqs)
+        for req in sorted({*older, *reqs}, key=_arrival_of, reverse=True):
+            self.reqs.move_to_end(req, last=False)
 
     @property
     def last_arrival(self) -> int:
@@ -95,7 +100,7 @@ class TokensByUrgency:
 
 class WaitingQueue(Collection[Req]):
     """The time to add a new request or to remove one does not depend on their number, and grows with the logarithm of
-    the number of priorities in use. To put retracted ones back sorts those of their urgency."""
+    the number of priorities in use. To put retracted ones back sorts those of their urgency up to their places."""
 
     def __init__(self) -> None:
         self._levels: dict[int, Level] = {}

@@ -73,6 +73,16 @@ def test_it_counts_its_changes_and_forgets_urgencies_without_requests() -> None:
     assert len(seen) == 6
 
 
+def test_requests_that_come_back_are_compared_with_older_ones_only(monkeypatch) -> None:
+    """A hundred thousand others may wait behind them."""
+    looked_at: list[int] = []
+    monkeypatch.setattr(waiting_queue, "_arrival_of", lambda req: looked_at.append(req.arrival) or req.arrival)
+    queue = filled(*(of(arrival, urgency=0) for arrival in (0, 3, *range(5, 1000))))
+    queue.put_back([of(4, 0), of(1, 0), of(2, 0)])
+    assert [req.arrival for req in queue] == [*range(1000)]
+    assert set(looked_at) == {0, 1, 2, 3, 4}
+
+
 def test_an_arrival_that_overtakes_others_sorts_no_requests(monkeypatch) -> None:
     monkeypatch.setattr(waiting_queue, "_arrival_of", None)
     queue = filled(*(of(arrival, urgency=arrival % 3) for arrival in range(9)))
