@@ -199,8 +199,6 @@ class RadixCache(BasePrefixCache):
         parent.ticket = NO_TICKET
         self.num_nodes += 1
         self.evictable_size += len(tokens)
-        if self.retentions is not None:
-            self.retentions.touch((leaf,), self._tick)
         self._push(leaf)
         if self.listener is not None:
             self.listener.stored(leaf)

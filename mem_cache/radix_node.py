@@ -60,7 +60,7 @@ class RadixNode(CacheNode):
         self.end: int = len(tokens) + (0 if parent is None else parent.end)
         """The length of the prefix that ends here, in tokens."""
         # With retentions (mem_cache/retention.py); otherwise nobody changes them.
-        self.lead = 0
+        self.lead = 0  # nobody reads it before the second use, which follows an access
         """The age of prefixes that were evicted, in ticks, at the last access."""
         self.retentions: dict[Retention, None] | None = None
         """Those of requests that ended here. The values mean nothing."""
