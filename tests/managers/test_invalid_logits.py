@@ -127,6 +127,19 @@ def test_an_aborted_request_whose_logits_are_invalid_leaves_nothing() -> None:
     assert rig.scheduler.state().num_evictable_tokens == 0
 
 
+def test_an_aborted_request_gets_no_valid_drafts_from_before_invalid_logits() -> None:
+    rig = Rig(max_drafts=4)
+    rig.add("r", GOOD, max_new_tokens=20)
+    rig.turn()
+    rig.turn()
+    req = rig.scheduler.queues.find("r")
+    known = list(req.output_ids)
+    results = rig.scheduler._results
+    results.abort(req, AbortFinish("aborted by the client"))
+    results._on_invalid_logits(req, [5, 6])
+    assert req.output_ids == known and req.finish == AbortFinish("aborted by the client")
+
+
 def test_a_retracted_request_whose_logits_are_invalid_leaves_nothing() -> None:
     rig = Rig(pool_size=64, conservativeness=0.01)
     for index in range(5):

@@ -342,6 +342,17 @@ def test_a_broken_message_ends_the_requests_that_it_names_alone() -> None:
         assert rig.heard[rid].ids == expected_output(prompt, 1, 8, 97)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_ends_once_and_for_the_first_reason(overlap: bool) -> None:
+    rig = Rig(overlap=overlap)
+    rig.add("r", [1] * 10)
+    rig.turn()
+    rig.inbox.messages.append(BrokenMessage(["r"], "lost"))
+    rig.abort("r")
+    rig.run()
+    assert rig.heard["r"].finish == AbortFinish("lost", 500, "TercetError")
+
+
 class CountingRid(str):
     """A request's id that counts how often it is compared."""
 
