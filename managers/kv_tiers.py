@@ -21,7 +21,6 @@ from ..mem_cache.kv_folder import use_time_ns
 from ..mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
 from ..mem_cache.tier_events import TierEvents
 from ..model_executor.step import Int32Array, KVCopies
-from ..srt.io_struct import AbortFinish
 from ..srt.kv_events import KVEvent
 from ..srt.tier_state import TierState
 from .req import Req
@@ -84,7 +83,8 @@ class KVTiers:
         """
         if self._storage is None:
             return False
-        if (state := self._state(req)).is_settled:
+        state = self._state(req)
+        if state.is_settled:
             return False
         self._collect(self._storage.poll())
         if state.give_up_s is None:
@@ -216,7 +216,8 @@ class KVTiers:
         """
         state = self._state(req)
         state.restart()
-        keys = state.keys.cover(tokens[: self._num_checked(req, state)])
+        num_checked = state.num_checked(req.num_tokens, req.num_unchecked, req.kv_len, is_complete=req.is_complete)
+        keys = state.keys.cover(tokens[:num_checked])
         if self._storage is not None:
             self._storage.use(keys)
         found: list[int] = []
@@ -233,9 +234,7 @@ class KVTiers:
                 if self._events is not None:
                     self._events.on_used_file(keys, index, tokens, req.namespace)
                 continue
-            if self._writing and self._storage is not None:
-                self._collect(self._storage.poll())
-            block = self.blocks.take()
+            block = self._take()
             if block is None:
                 break
             self.blocks.name(block, key)
@@ -263,13 +262,11 @@ class KVTiers:
         storage.write(job)
         return job
 
-    @staticmethod
-    def _num_checked(req: Req, state: ReqTiers) -> int:
-        """The tokens, from the first on, whose KV is known to give finite logits."""
-        if req.num_tokens > state.num_admitted:
-            return min(req.num_tokens - 1 - req.num_unchecked, req.kv_len)
-        is_complete = req.finish is not None and not isinstance(req.finish, AbortFinish)
-        return min(req.num_tokens, req.kv_len) if is_complete else 0
+    def _take(self) -> int | None:
+        """A free block, also one whose write has just ended."""
+        if self._writing and self._storage is not None:
+            self._collect(self._storage.poll())
+        return self.blocks.take()
 
     # Copies
 

@@ -363,7 +363,8 @@ class Req:
             self.next_output_len = self.num_sent + self.stream_interval
 
     @property
-    def _is_complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether it has ended, without an abort."""
         return self.finish is not None and not isinstance(self.finish, AbortFinish)
 
     def take_output(self) -> TokenOut:
@@ -392,5 +393,5 @@ class Req:
             options=options,
             logprobs=None if self.logprobs is None else self.logprobs.take(num_tokens - num_sent),
             hidden_states=None if self.hidden is None else self.hidden.take(num_tokens),
-            embedding=self.pooling.take() if self.pooling is not None and self._is_complete else None,
+            embedding=self.pooling.take() if self.pooling is not None and self.is_complete else None,
         )

@@ -55,6 +55,15 @@ class ReqTiers:
         """Whether it stays in the queue because of a read."""
         return self.job is not None and not self.is_settled
 
+    def num_checked(self, num_tokens: int, num_unchecked: int, kv_len: int, *, is_complete: bool) -> int:
+        """The tokens, from the first on, whose KV is known to give finite logits. The arguments are those of `Req`.
+
+        `is_complete`: the request has ended, without an abort.
+        """
+        if num_tokens > self.num_admitted:
+            return min(num_tokens - 1 - num_unchecked, kv_len)
+        return min(num_tokens, kv_len) if is_complete else 0
+
     def restart(self) -> None:
         """It waits again, after a retraction."""
         self.job = self.give_up_s = self.expected = None
