@@ -329,10 +329,8 @@ void copy_rows(const int64_t* ids, int64_t count, const T* weight, int64_t k, X*
   for_each_row_block(count, k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const T* from = weight + ids[i] * k;
-      if constexpr (std::is_same_v<T, X>)  // a conversion may make zeros of denormals
-        std::copy_n(from, k, out + i * k);
-      else
-        for (int64_t j = 0; j < k; j += kPanel) store_pair(out + i * k + j, load_pair(from + j, k - j), k - j);
+      // One number at a time: `store_pair` rounds to bfloat16 by instructions that not every build has.
+      std::transform(from, from + k, out + i * k, [](T x) { return static_cast<X>(static_cast<float>(x)); });
     }
   });
 }

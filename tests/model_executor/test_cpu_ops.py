@@ -197,10 +197,7 @@ def test_embedding_of_plain_rows(dtype, weight_dtype):
     weight[3, 5] = torch.finfo(weight_dtype).tiny / 4  # denormal
     ids = torch.cat((torch.tensor([3]), torch.randint(0, 75, (300,))))
     found = layers().CpuEmbedding(weight, dtype)(ids)
-    expected = weight[ids]
-    if dtype != weight_dtype:  # a conversion may make zeros of denormals
-        found, expected = found[:, 6:], expected[:, 6:].to(dtype)
-    assert found.dtype == dtype and torch.equal(found, expected)
+    assert found.dtype == dtype and torch.equal(found, weight[ids].to(dtype))
     for wrong in (-1, 75):
         with pytest.raises(RuntimeError, match=f"no vector for id {wrong}"):
             layers().CpuEmbedding(weight, dtype)(torch.tensor([3, wrong]))
