@@ -126,31 +126,35 @@ class Attention {
     bool is_empty = true;    // nothing was added to acc, which is not set yet
   };
 
-  /// Attends to the keys of a task. If its queries have saved splits, the result of each split is saved for
-  /// `merge_splits`. Otherwise the task has all splits of its queries, merges them and writes the output.
+  /// Attends to the keys of a task. Either saves the result of each split, or merges them, after those that were saved of
+  /// its query before, and writes the output.
   void attend(const Task& task, const Task& next_task) const {
-    const bool save = plan_.queries[task.queries.from].saved >= 0;
     const int64_t heads = task.kv_heads.size(), rows = num_rows(task);
     Scratch& s = Scratch::with_room_for(heads, rows, width_);
     for (int64_t head = 0; head < heads; ++head)
       gather_queries(task, task.kv_heads.from + head, s.q.data() + head * rows_per_head(task) * width_);
-    const Partial total = partial(s.total, rows);
-    for (int64_t from = task.keys.from, end; from < task.keys.end; from = end) {
+    const Partial total = partial(s.total, rows), one = partial(s.split, rows);
+    bool first = true;
+    if (const Query& query = plan_.queries[task.queries.from]; !task.saves && query.saved >= 0) {
+      const Range before{query.splits.from, task.keys.from / kSplit};
+      merge_saved(query, before, task.kv_heads, total, one);
+      first = before.size() == 0;
+    }
+    for (int64_t from = task.keys.from, end; from < task.keys.end; from = end, first = false) {
       end = std::min((from / kSplit + 1) * kSplit, task.keys.end);
-      const bool first = save || from == task.keys.from;
       const int64_t tiles = ceil_div(end - from, kTile);
       // With several pieces of rows, acc is loaded and stored once for all tiles. A single query waits for the memory, and
       // is faster in its order, tile by tile.
       const int64_t at_once = task.queries.size() > 1 && rows_per_head(task) > kMaxRows ? tiles : 1;
-      Split split{task, s, first ? total : partial(s.split, rows), tiles, at_once};
+      Split split{task, s, first || task.saves ? total : one, tiles, at_once};
       begin_split(split, from);
       attend_split(split, from, end < task.keys.end ? task : next_task, end < task.keys.end ? end : next_task.keys.from);
-      if (save)
+      if (task.saves)
         save_split(task, from / kSplit, split.result);
       else if (!first)
-        merge(total, split.result, rows, width_);
+        merge(total, one, rows, width_);
     }
-    if (!save) write_output(task.queries, task.kv_heads, total);
+    if (!task.saves) write_output(task.queries, task.kv_heads, total);
   }
 
   /// Attends to the tiles of a split, from position `from` on. After them, this thread will probably attend to the tile
@@ -176,8 +180,7 @@ class Attention {
     std::fill_n(into.l, padded, 0.f);
     const Query& query = plan_.queries[task.queries.from];
     if (from % kSplit == 0 || from != query.shared) return;
-    for (int64_t head = 0; head < task.kv_heads.size(); ++head)
-      copy_rows(saved(query, from / kSplit, task.kv_heads.from + head), 0, into, head * group_);
+    load_saved(query, from / kSplit, task.kv_heads, into);
     split.is_empty = false;
   }
 
@@ -188,19 +191,29 @@ class Attention {
         copy_rows(result, row, saved(plan_.queries[i], split, head), 0);
   }
 
+  /// Copies the saved result of a query's split.
+  void load_saved(const Query& query, int64_t split, Range kv_heads, Partial to) const {
+    for (int64_t head = 0; head < kv_heads.size(); ++head)
+      copy_rows(saved(query, split, kv_heads.from + head), 0, to, head * group_);
+  }
+
+  /// total = the saved results of a query's splits, merged in order. `one`: memory for one of them.
+  void merge_saved(const Query& query, Range splits, Range kv_heads, Partial total, Partial one) const {
+    for (int64_t split = splits.from; split < splits.end; ++split) {
+      const bool first = split == splits.from;
+      load_saved(query, split, kv_heads, first ? total : one);
+      if (!first) merge(total, one, kv_heads.size() * group_, width_);
+    }
+  }
+
   /// Merges the saved splits of a query and writes its output.
   void merge_splits(int64_t index) const {
     const Query& query = plan_.queries[index];
-    Scratch& s = Scratch::with_room_for(1, group_, width_);
-    const Partial total = partial(s.total, group_), one = partial(s.split, group_);
-    for (int64_t kv_head = 0; kv_head < batch_.kv_heads; ++kv_head) {
-      for (int64_t split = query.splits.from; split < query.splits.end; ++split) {
-        const bool first = split == query.splits.from;
-        copy_rows(saved(query, split, kv_head), 0, first ? total : one, 0);
-        if (!first) merge(total, one, group_, width_);
-      }
-      write_output({index, index + 1}, {kv_head, kv_head + 1}, total);
-    }
+    const Range all{0, batch_.kv_heads};
+    Scratch& s = Scratch::with_room_for(1, batch_.heads, width_);
+    const Partial total = partial(s.total, batch_.heads), one = partial(s.split, batch_.heads);
+    merge_saved(query, query.splits, all, total, one);
+    write_output({index, index + 1}, all, total);
   }
 
   /// Copies the queries of a KV head: [num_queries * group, width], zeros beyond head_dim.

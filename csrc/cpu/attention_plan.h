@@ -51,7 +51,7 @@ struct Range {
 struct Query {
   int64_t request, token, position;
   Range splits;        // splits of the keys that it sees
-  int64_t saved = -1;  // number of its first saved split; -1: one task computes the whole result
+  int64_t saved = -1;  // number of its first saved split; -1: no split is saved
   int64_t shared = 0;  // tasks that several requests share attend to the keys before this position
 };
 
@@ -59,6 +59,8 @@ struct Query {
 struct Task {
   int64_t request;
   Range queries, keys, kv_heads;
+  /// Whether the result of each split is saved for the tasks that finish the queries. Otherwise this task finishes them.
+  bool saves = false;
 };
 
 class AttentionPlan {
@@ -79,7 +81,7 @@ class AttentionPlan {
   std::vector<Query> queries;
   std::vector<Task> shared_tasks;  // to be finished before own_tasks begin
   std::vector<Task> own_tasks;
-  std::vector<int64_t> queries_to_merge;  // those with saved splits, which are merged when all tasks are finished
+  std::vector<int64_t> queries_to_merge;  // those whose splits are all saved, and merged when all tasks are finished
   int64_t num_saved = 0;
 
  private:
@@ -158,7 +160,7 @@ class AttentionPlan {
     for (int64_t kv_head = 0; kv_head < batch_.kv_heads; ++kv_head)
       for (int64_t piece = 0; piece < pieces; ++piece) {
         const Range part{first + num * piece / pieces, first + num * (piece + 1) / pieces};
-        shared_tasks.push_back({queries[first].request, part, keys, {kv_head, kv_head + 1}});
+        shared_tasks.push_back({queries[first].request, part, keys, {kv_head, kv_head + 1}, true});
       }
   }
 
@@ -180,16 +182,18 @@ class AttentionPlan {
     for (int64_t i = decodes.from; i < decodes.end; ++i) {
       const Range keys = own_keys(queries[i]);
       const int64_t first = keys.from / kSplit, num = ceil_div(keys.end, kSplit) - first;
-      const int64_t parts = ceil_div(num, max_splits);
-      if (parts > 1) save_splits(queries[i]);
-      if (queries[i].saved >= 0) queries_to_merge.push_back(i);
+      const int64_t parts = keys.size() > 0 ? ceil_div(num, max_splits) : 0;
+      if (parts != 1) {
+        save_splits(queries[i]);
+        queries_to_merge.push_back(i);
+      }
       for (int64_t part = 0; part < parts; ++part) {
         const Range part_keys{
             std::max(keys.from, (first + num * part / parts) * kSplit),
             std::min(keys.end, (first + num * (part + 1) / parts) * kSplit)};
         for (int64_t head = 0; head < batch_.kv_heads; head += heads)
           own_tasks.push_back(
-              {queries[i].request, {i, i + 1}, part_keys, {head, std::min(head + heads, batch_.kv_heads)}});
+              {queries[i].request, {i, i + 1}, part_keys, {head, std::min(head + heads, batch_.kv_heads)}, parts > 1});
       }
     }
   }
