@@ -6,11 +6,11 @@
 // has the same bits in a decode step, in a chunk of any size and after a cache hit.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "attention_plan.h"
 #include "kv_tiles.h"
+#include "saved_splits.h"
 #include "softmax_partial.h"
 #include "thread_pool.h"
 
@@ -44,9 +44,9 @@ class Attention {
         group_(batch_.group()),
         head_dim_(batch_.head_dim),
         width_(round_up(head_dim_, kPanel)),
+        scale_(in.scale * kLog2E),
         plan_(plan),
-        saved_size_(batch_.heads * (width_ + 2)),
-        saved_(std::make_unique_for_overwrite<float[]>(plan_.num_saved * saved_size_)) {}
+        saved_(plan.num_saved, batch_.heads, group_, width_) {}
 
   void run() {
     ThreadPool& pool = ThreadPool::get();
@@ -94,20 +94,6 @@ class Attention {
     return {memory.data(), memory.data() + padded, memory.data() + 2 * padded};
   }
 
-  /// The saved result of a query's split, for the rows of a KV head.
-  Partial saved(const Query& query, int64_t split, int64_t kv_head) const {
-    const int64_t number = query.saved + split - query.splits.from;
-    float* start = saved_.get() + number * saved_size_ + kv_head * group_ * (width_ + 2);
-    return {start, start + group_, start + 2 * group_};
-  }
-
-  /// Copies the rows of one query.
-  void copy_rows(Partial from, int64_t from_row, Partial to, int64_t to_row) const {
-    std::copy_n(from.m + from_row, group_, to.m + to_row);
-    std::copy_n(from.l + from_row, group_, to.l + to_row);
-    std::copy_n(from.acc + from_row * width_, group_ * width_, to.acc + to_row * width_);
-  }
-
   void run_tasks(const std::vector<Task>& tasks) const {
     ThreadPool& pool = ThreadPool::get();
     const int64_t last = static_cast<int64_t>(tasks.size()) - 1, threads = pool.num_threads();
@@ -137,7 +123,7 @@ class Attention {
     bool first = true;
     if (const Query& query = plan_.queries[task.queries.from]; !task.saves && query.saved >= 0) {
       const Range before{query.splits.from, task.keys.from / kSplit};
-      merge_saved(query, before, task.kv_heads, total, one);
+      saved_.merge(query, before, task.kv_heads, total, one);
       first = before.size() == 0;
     }
     for (int64_t from = task.keys.from, end; from < task.keys.end; from = end, first = false) {
@@ -180,7 +166,7 @@ class Attention {
     std::fill_n(into.l, padded, 0.f);
     const Query& query = plan_.queries[task.queries.from];
     if (from % kSplit == 0 || from != query.shared) return;
-    load_saved(query, from / kSplit, task.kv_heads, into);
+    saved_.load(query, from / kSplit, task.kv_heads, into);
     split.is_empty = false;
   }
 
@@ -188,22 +174,7 @@ class Attention {
     int64_t row = 0;
     for (int64_t head = task.kv_heads.from; head < task.kv_heads.end; ++head)
       for (int64_t i = task.queries.from; i < task.queries.end; ++i, row += group_)
-        copy_rows(result, row, saved(plan_.queries[i], split, head), 0);
-  }
-
-  /// Copies the saved result of a query's split.
-  void load_saved(const Query& query, int64_t split, Range kv_heads, Partial to) const {
-    for (int64_t head = 0; head < kv_heads.size(); ++head)
-      copy_rows(saved(query, split, kv_heads.from + head), 0, to, head * group_);
-  }
-
-  /// total = the saved results of a query's splits, merged in order. `one`: memory for one of them.
-  void merge_saved(const Query& query, Range splits, Range kv_heads, Partial total, Partial one) const {
-    for (int64_t split = splits.from; split < splits.end; ++split) {
-      const bool first = split == splits.from;
-      load_saved(query, split, kv_heads, first ? total : one);
-      if (!first) merge(total, one, kv_heads.size() * group_, width_);
-    }
+        saved_.store(result, row, plan_.queries[i], split, head);
   }
 
   /// Merges the saved splits of a query and writes its output.
@@ -212,7 +183,7 @@ class Attention {
     const Range all{0, batch_.kv_heads};
     Scratch& s = Scratch::with_room_for(1, batch_.heads, width_);
     const Partial total = partial(s.total, batch_.heads), one = partial(s.split, batch_.heads);
-    merge_saved(query, query.splits, all, total, one);
+    saved_.merge(query, query.splits, all, total, one);
     write_output({index, index + 1}, all, total);
   }
 
@@ -277,9 +248,9 @@ class Attention {
     });
   }
 
-  /// The weights of tile `t` of a split [rows, kTile] = exp(scale * score - m). Before that it raises m where a score of
-  /// this tile exceeds it by more than kSlack, and scales l and acc to the new m. One softmax has the rows of all heads,
-  /// because a head alone has few of them.
+  /// The weights of tile `t` of a split [rows, kTile] = 2^(scale * score - m). If the weights of a row are too large, m is
+  /// raised to the largest score of this tile, l and acc are scaled to it, and the weights are computed again. One softmax
+  /// has the rows of all heads, because a head alone has few of them.
   void compute_weights(Split& split, int64_t t) const {
     const Task& task = split.task;
     const Tile& tile = split.scratch.tiles[t];
@@ -288,29 +259,35 @@ class Attention {
     for (int64_t head = 0; head < task.kv_heads.size(); ++head)
       mask_scores(task, tile, panels * kPanel, scores + head * rows_per_head(task) * kTile);
     C* weights = split.scratch.weights.data() + t * rows * kTile;
+    const bool begins = t == 0 && split.is_empty;
     // It takes as many rows at once as a vector has lanes, so their m and l are a vector each.
     for_each_piece<kTile / kPanel>(panels, [&](int64_t, auto panels) {
       for (int64_t first = 0; first < rows; first += kLanes)
         weigh_rows<panels>(
-            split, first, std::min(kLanes, rows - first), scores + first * kTile, weights + first * kTile);
+            split, first, std::min(kLanes, rows - first), begins, scores + first * kTile, weights + first * kTile);
     });
   }
 
-  /// The same for `count` rows from `first` on, with keys in kPanels panels. `count` is at most kLanes.
+  /// The same for `count` rows from `first` on, with keys in kPanels panels. `count` is at most kLanes. begins: no row has
+  /// seen a key, so all that see one now would have weights that are too large.
   template <int kPanels>
-  void weigh_rows(Split& split, int64_t first, int64_t count, const float* scores, C* weights) const {
+  void weigh_rows(
+      Split& split, int64_t first, int64_t count, bool begins, const float* scores, C* weights) const {
     const Partial into = split.result;
-    const Vec largest = largest_scores<kPanels>(scores, count) * Vec(in_.scale);
-    const Vec old_m = Vec::loadu(into.m + first), limit = old_m + Vec(kSlack);
-    if (!all_at_most(largest, limit)) raise(split, first, count, Vec::blendv(old_m, largest, largest > limit));
-    const Vec sums = write_weights<kPanels>(scores, count, in_.scale, into.m + first, weights);
+    const auto write = [&] { return write_weights<kPanels>(scores, count, scale_, into.m + first, weights); };
+    Vec sums = begins ? Vec(0.f) : write();
+    if (begins || !all_at_most(sums, Vec(kMaxTileSum))) {
+      const Vec m = Vec::loadu(into.m + first), largest = largest_scores<kPanels>(scores, count) * Vec(scale_);
+      raise(split, first, count, begins ? at::vec::maximum(m, largest) : Vec::blendv(m, largest, sums > Vec(kMaxTileSum)));
+      sums = write();
+    }
     (Vec::loadu(into.l + first) + sums).store(into.l + first);
   }
 
   /// Sets m of `count` rows from `first` on, and scales l and acc to it.
   void raise(Split& split, int64_t first, int64_t count, Vec m) const {
     const Partial into = split.result;
-    const Vec rescale = accurate_exp(Vec::loadu(into.m + first) - m);
+    const Vec rescale = accurate_exp2(Vec::loadu(into.m + first) - m);
     m.store(into.m + first);
     (Vec::loadu(into.l + first) * rescale).store(into.l + first);
     add_values(split);  // those of earlier tiles have weights for the old m
@@ -405,9 +382,9 @@ class Attention {
   const int64_t group_;  // query heads that use a KV head
   const int64_t head_dim_;
   const int64_t width_;  // head_dim, rounded up to whole panels
+  const float scale_;    // of scores, times log2(e)
   const AttentionPlan& plan_;
-  const int64_t saved_size_;  // numbers of a saved split
-  const std::unique_ptr<float[]> saved_;
+  const SavedSplits saved_;
 };
 
 }  // namespace tercet

@@ -8,18 +8,17 @@
 
 namespace tercet {
 
-/// The largest score before any key is seen. It is less than any score, and finite: exp(kNoScore - kNoScore) is 1, not
-/// NaN.
+/// m before any key is seen. It is less than any score, and finite: 2^(kNoScore - kNoScore) is 1, not NaN.
 constexpr float kNoScore = -1e30f;
 /// The score of a key that a query does not see. Its weight is exactly zero.
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-/// How much a score may exceed m. Results are rescaled for a larger m. With this slack, they seldom are after the first
-/// tile, and exp(kSlack) is small enough for every sum.
-constexpr float kSlack = 8;
+/// The largest sum of a row's weights for one tile. If it is exceeded, m is raised. That is seldom after the first tile, so
+/// the largest score is not looked for in every tile.
+constexpr float kMaxTileSum = 4096;
 
-/// The result of query rows over some keys. For each row: m is near the largest score, no more than kSlack below it, l is
-/// the sum of exp(score - m), acc the sum of exp(score - m) * value.
+/// The result of query rows over some keys. Scores are those of the definition times log2(e), so that weights are powers of
+/// two. For each row: m is the largest score of a tile, l is the sum of 2^(score - m), acc the sum of 2^(score - m) * value.
 struct Partial {
   float* m;    // [rows]
   float* l;    // [rows]
@@ -42,7 +41,7 @@ inline Vec largest_scores(const float* scores, int64_t count) {
   return reduce_each(row_vectors, [](Vec a, Vec b) { return at::vec::clamp_min(a, b); });
 }
 
-/// weights [count, kTile] = exp(scale * score - m), for the same rows of scores. Returns the sum of each row.
+/// weights [count, kTile] = 2^(scale * score - m), for the same rows of scores. Returns the sum of each row.
 template <int kPanels, typename C>
 inline Vec write_weights(const float* scores, int64_t count, float scale, const float* m, C* weights) {
   Floats row_vectors[kLanes];
@@ -51,7 +50,7 @@ inline Vec write_weights(const float* scores, int64_t count, float scale, const 
     Vec sum(0.f);
     unrolled<kPanels>([&](auto i) {
       const auto weight = [&](int64_t at) {
-        return exp_for<C>(at::vec::fmsub(Vec::loadu(scores + r * kTile + at), Vec(scale), m_of_row));
+        return exp2_for<C>(at::vec::fmsub(Vec::loadu(scores + r * kTile + at), Vec(scale), m_of_row));
       };
       const FloatPair pair{weight(i * kPanel), weight(i * kPanel + kLanes)};
       sum = sum + (pair.left + pair.right);
@@ -72,7 +71,7 @@ inline void scale_row(float* acc, int64_t width, float factor) {
 inline void merge(Partial into, Partial from, int64_t rows, int64_t width) {
   for (int64_t first = 0; first < rows; first += kLanes) {
     const Vec into_m = Vec::loadu(into.m + first), from_m = Vec::loadu(from.m + first);
-    const Vec m = at::vec::maximum(into_m, from_m), a = accurate_exp(into_m - m), b = accurate_exp(from_m - m);
+    const Vec m = at::vec::maximum(into_m, from_m), a = accurate_exp2(into_m - m), b = accurate_exp2(from_m - m);
     m.store(into.m + first);
     (Vec::loadu(into.l + first) * a + Vec::loadu(from.l + first) * b).store(into.l + first);
     float into_factors[kLanes], from_factors[kLanes];
