@@ -200,7 +200,7 @@ def build_scheduler(
         journal=journal,
         max_queue_time_s=server_args.max_queue_time,
         kv_events=kv_events,
-        touch_ahead=None if host_kv_pool is None else TouchAhead(allocator, host_kv_pool),
+        touch_ahead=None if host_kv_pool is None else TouchAhead(allocator, host_kv_pool, clock),
         start_trace=_start_trace,
         load_weights=load_weights,
         step_log=step_log,

@@ -1,19 +1,24 @@
 """Gets memory for the KV pool before requests need it.
 
-The KV pool of a CPU is mapped, but the system provides its memory on first access. In a virtual machine this takes
-about 5 ms for 2 MiB, which is longer than most steps that write so much. So an idle engine touches the slots that the
-allocator will give out next.
+The KV pool of a CPU is mapped, but the system provides its memory on first access. In a virtual machine this may take
+5 ms for 2 MiB, because its host provides the memory, too. A step of a prompt that writes 15 MiB then takes a fifth more
+time. So an idle engine touches the slots that the allocator will give out next: more of them where this is slow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..mem_cache.allocator import BaseAllocator
 
 BYTES_AHEAD = 256 << 20
-"""Memory that the pool takes at most before it is needed."""
+"""Memory that the pool takes before it is needed."""
+SLOW_BYTES_AHEAD = 1 << 30
+"""The same while the last slice was slow."""
 _SLICE_BYTES = 2 << 20
+_SLOW_SLICE_S = 1e-3
+"""Memory of its own takes a system about 0.1 ms for a slice."""
 
 
 class HostKVPool(Protocol):
@@ -29,10 +34,12 @@ class HostKVPool(Protocol):
 class TouchAhead:
     """Touches the next slots that were never allocated, one slice for each call of `touch_slice`."""
 
-    def __init__(self, allocator: BaseAllocator, pool: HostKVPool) -> None:
+    def __init__(self, allocator: BaseAllocator, pool: HostKVPool, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
         self._allocator = allocator
         self._pool = pool
-        self._num_ahead = BYTES_AHEAD // pool.bytes_per_slot
+        self._clock = clock
+        self._bytes_ahead = BYTES_AHEAD
         self._num_in_slice = max(_SLICE_BYTES // pool.bytes_per_slot, 1)
         self._end = 0
         """Where the last slice ended."""
@@ -44,9 +51,10 @@ class TouchAhead:
 
     def touch_slice(self) -> None:
         """Touch one slice: a few milliseconds of work."""
-        start = self._start
+        start, began_s = self._start, self._clock()
         self._end = min(start + self._num_in_slice, self._target)
         self._pool.touch(start, self._end)
+        self._bytes_ahead = SLOW_BYTES_AHEAD if self._clock() - began_s > _SLOW_SLICE_S else BYTES_AHEAD
 
     @property
     def _start(self) -> int:
@@ -54,5 +62,5 @@ class TouchAhead:
 
     @property
     def _target(self) -> int:
-        allocator = self._allocator
-        return min(allocator.first_unused_slot + self._num_ahead, allocator.size + allocator.page_size)
+        allocator, num_ahead = self._allocator, self._bytes_ahead // self._pool.bytes_per_slot
+        return min(allocator.first_unused_slot + num_ahead, allocator.size + allocator.page_size)

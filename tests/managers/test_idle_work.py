@@ -36,7 +36,7 @@ class Pool:
 def touching_rig() -> tuple[Rig, Pool]:
     rig, pool = Rig(audit=False), Pool()
     audit = IdleAudit(rig.kv, rig.clock)
-    rig.scheduler._idle_work = IdleWork(audit, TouchAhead(rig.kv.allocator, pool))
+    rig.scheduler._idle_work = IdleWork(audit, TouchAhead(rig.kv.allocator, pool, rig.clock))
     return rig, pool
 
 

@@ -7,23 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.managers.touch_ahead import BYTES_AHEAD, TouchAhead
+from fakes import FakeClock
+from tercet.managers.touch_ahead import BYTES_AHEAD, SLOW_BYTES_AHEAD, TouchAhead
 from tercet.mem_cache.allocator import make_allocator
 
 MIB = 1 << 20
 
 
 class FakePool:
-    """Records which slots were touched. A slot has a MiB, so a slice has two."""
+    """Records which slots were touched. A slot has a MiB, so a slice has two, and takes `slice_s`."""
 
     bytes_per_slot = MIB
+    slice_s = 0.0
 
     def __init__(self, num_slots: int) -> None:
         self.times = np.zeros(num_slots, dtype=int)
+        self.clock = FakeClock()
 
     def touch(self, start: int, end: int) -> None:
         assert 0 < end - start <= 2
         self.times[start:end] += 1
+        self.clock.now += self.slice_s
 
 
 def take(allocator, count: int) -> np.ndarray:
@@ -42,7 +46,7 @@ def test_free_slots_are_touched_once_up_to_the_limit(
 ) -> None:
     size = num_pages * page_size
     allocator, pool = make_allocator(size, page_size), FakePool(size + page_size)
-    ahead = TouchAhead(allocator, pool)
+    ahead = TouchAhead(allocator, pool, pool.clock)
     for wanted, num_slices, gives_back in history:
         slots = take(allocator, min(wanted, allocator.num_free))
         used = np.zeros(len(pool.times), dtype=bool)
@@ -63,6 +67,27 @@ def test_free_slots_are_touched_once_up_to_the_limit(
     assert (pool.times[first:end] == 1).all() and not pool.times[end:].any()
 
 
+def test_more_is_touched_while_that_is_slow() -> None:
+    allocator, pool = make_allocator(4096, 1), FakePool(4097)
+    ahead = TouchAhead(allocator, pool, pool.clock)
+
+    def touched(slice_s: float, limit: int) -> int:
+        pool.slice_s = slice_s
+        for _ in range(limit):
+            if ahead.is_due:
+                ahead.touch_slice()
+        return int(pool.times.sum())
+
+    few, many = BYTES_AHEAD // MIB, SLOW_BYTES_AHEAD // MIB
+    assert touched(1e-4, 4096) == few
+    take(allocator, 2)
+    assert touched(5e-3, 100) == few + 200
+    assert touched(1e-4, 4096) == few + 202
+    take(allocator, 202)
+    assert touched(5e-3, 4096) == many + 204
+    assert pool.times.max() == 1
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_slots_that_were_given_back_are_used_before_new_ones(page_size: int) -> None:
     allocator = make_allocator(64 * page_size, page_size)
@@ -79,7 +104,7 @@ def test_slots_that_were_given_back_are_used_before_new_ones(page_size: int) -> 
 def test_a_slot_may_be_larger_than_a_slice() -> None:
     pool = FakePool(5)
     pool.bytes_per_slot = 3 * MIB
-    ahead = TouchAhead(make_allocator(4, 1), pool)
+    ahead = TouchAhead(make_allocator(4, 1), pool, pool.clock)
     for _ in range(4):
         assert ahead.is_due
         ahead.touch_slice()
