@@ -18,7 +18,7 @@ SLOW_BYTES_AHEAD = 1 << 30
 """The same while the last slice was slow."""
 _SLICE_BYTES = 2 << 20
 _SLOW_SLICE_S = 1e-3
-"""Memory of its own takes a system about 0.1 ms for a slice."""
+"""A slice takes about 0.1 ms if the system need not ask a host for its memory."""
 
 
 class HostKVPool(Protocol):

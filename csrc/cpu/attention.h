@@ -112,8 +112,8 @@ class Attention {
     bool is_empty = true;    // nothing was added to acc, which is not set yet
   };
 
-  /// Attends to the keys of a task. Either saves the result of each split, or merges them, after those that were saved of
-  /// its query before, and writes the output.
+  /// Attends to the keys of a task. Then it saves the result of each split, or it finishes its queries: it merges the splits
+  /// that shared tasks saved, then its own, and writes the output.
   void attend(const Task& task, const Task& next_task) const {
     const int64_t heads = task.kv_heads.size(), rows = num_rows(task);
     Scratch& s = Scratch::with_room_for(heads, rows, width_);
@@ -269,7 +269,7 @@ class Attention {
   }
 
   /// The same for `count` rows from `first` on, with keys in kPanels panels. `count` is at most kLanes. begins: no row has
-  /// seen a key, so all that see one now would have weights that are too large.
+  /// seen a key yet, so m must be set first.
   template <int kPanels>
   void weigh_rows(
       Split& split, int64_t first, int64_t count, bool begins, const float* scores, C* weights) const {

@@ -13,12 +13,13 @@ constexpr float kNoScore = -1e30f;
 /// The score of a key that a query does not see. Its weight is exactly zero.
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-/// The largest sum of a row's weights for one tile. If it is exceeded, m is raised. That is seldom after the first tile, so
-/// the largest score is not looked for in every tile.
+/// The largest sum of a row's weights for one tile. A larger sum raises m. That happens seldom after the first tile, so most
+/// tiles need no search for their largest score.
 constexpr float kMaxTileSum = 4096;
 
-/// The result of query rows over some keys. Scores are those of the definition times log2(e), so that weights are powers of
-/// two. For each row: m is the largest score of a tile, l is the sum of 2^(score - m), acc the sum of 2^(score - m) * value.
+/// The result of query rows over some keys. A score is q k' times the scale and log2(e), so weights are powers of two. For
+/// each row: m is the largest score of the tile that last raised it, l is the sum of 2^(score - m), acc the sum of
+/// 2^(score - m) * value.
 struct Partial {
   float* m;    // [rows]
   float* l;    // [rows]
