@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _LINGER_MS = 500
 _MAX_UNIX_PATH = 100  # sun_path holds 108 bytes on Linux
+_REMOVE_ATTEMPTS = 100
 
 
 class RunDir:
@@ -68,7 +69,11 @@ class RunDir:
         return RunDir(self.path, self.life + 1)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Repeated, because a thread or a process that still starts may create a file meanwhile. Never raises OSError."""
+        for _ in range(_REMOVE_ATTEMPTS):
+            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.path.exists():
+                return
 
 
 class Sender(Generic[T]):

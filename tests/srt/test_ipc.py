@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,21 @@ def test_each_life_has_its_own_sockets_and_removes_only_the_files_of_the_one_bef
         lives[1].tokenizer,
         str(lives[1].journal),
     }
+
+
+def test_a_file_that_a_starting_process_creates_meanwhile_is_removed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir.create()
+    late = run_dir.path / "0-scheduler"
+    remove_folder = os.rmdir
+
+    def create_and_remove_folder(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        late.touch()
+        remove_folder(*args, **options)
+
+    monkeypatch.setattr(os, "rmdir", create_and_remove_folder)
+    run_dir.remove()
+    assert os.rmdir is remove_folder and not run_dir.path.exists()
 
 
 def test_a_sender_waits_for_nobody_and_loses_nothing(run_dir: RunDir, context: zmq.Context) -> None:
