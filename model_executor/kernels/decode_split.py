@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import decode_kv, dot, tanh
+from .primitives import decode_kv, decode_kv_pairs, dot, tanh
 
 
 @triton.jit
@@ -55,11 +55,20 @@ def attend_to_split(
     BLOCK_H: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     compute: tl.constexpr = q.dtype
+    # LDSM transposes elements of 16 bits, and V has to be transposed. So V's bytes are read in pairs of components:
+    # the even and the odd ones are two tensors, with a product each. Single bytes are read one by one.
+    IN_PAIRS: tl.constexpr = KV_FORMAT != 0 and HEAD_DIM % 2 == 0
     offs_d = tl.arange(0, BLOCK_D)
     inside = offs_d < HEAD_DIM
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    if IN_PAIRS:
+        acc = tl.zeros([BLOCK_H, BLOCK_D // 2], tl.float32)  # of the even components
+        odd_acc = acc
+        offs_pair = tl.arange(0, BLOCK_D // 2)
+        pair_ptr = v_head_ptr.to(tl.pointer_type(tl.uint16))
+    else:
+        acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for start in range(lo, hi, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         valid = position < hi
@@ -79,13 +88,25 @@ def attend_to_split(
         fade = tl.exp2(top - new_top)
         p = tl.exp2(tl.fma(scores, scale, -new_top[:, None]))
         total = total * fade + tl.sum(p, axis=1)
-        v = tl.load(
-            v_head_ptr + slots[:, None] * stride_slot + offs_d[None, :],
-            mask=valid[:, None] & inside[None, :],
-            other=0.0,
-        )
-        acc = dot(p.to(compute), decode_kv(v, KV_FORMAT, compute), acc * fade[:, None], WIDEN)
+        if IN_PAIRS:
+            pairs = tl.load(
+                pair_ptr + slots[:, None] * (stride_slot // 2) + offs_pair[None, :],
+                mask=valid[:, None] & (offs_pair < HEAD_DIM // 2)[None, :],
+                other=0,
+            )
+            even, odd = decode_kv_pairs(pairs, KV_FORMAT, compute)
+            acc = dot(p.to(compute), even, acc * fade[:, None], WIDEN)
+            odd_acc = dot(p.to(compute), odd, odd_acc * fade[:, None], WIDEN)
+        else:
+            v = tl.load(
+                v_head_ptr + slots[:, None] * stride_slot + offs_d[None, :],
+                mask=valid[:, None] & inside[None, :],
+                other=0.0,
+            )
+            acc = dot(p.to(compute), decode_kv(v, KV_FORMAT, compute), acc * fade[:, None], WIDEN)
         top = new_top
+    if IN_PAIRS:
+        acc = tl.reshape(tl.join(acc, odd_acc), [BLOCK_H, BLOCK_D])
     return top, total, acc
 
 

@@ -90,6 +90,14 @@ def decode_kv(x, KV_FORMAT: tl.constexpr, compute_dtype: tl.constexpr):
 
 
 @triton.jit
+def decode_kv_pairs(pairs, KV_FORMAT: tl.constexpr, compute_dtype: tl.constexpr):
+    """`decode_kv` of the low and of the high bytes of uint16."""
+    low = decode_kv((pairs & 0xFF).to(tl.uint8), KV_FORMAT, compute_dtype)
+    high = decode_kv((pairs >> 8).to(tl.uint8), KV_FORMAT, compute_dtype)
+    return low, high
+
+
+@triton.jit
 def encode_e4m3(x):
     """Convert fp32 to an e4m3fn byte: round to nearest even, saturate at 448. NaN stays NaN."""
     magnitude = tl.minimum(tl.abs(x), 448.0)
