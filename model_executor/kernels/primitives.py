@@ -92,8 +92,27 @@ def decode_kv(x, KV_FORMAT: tl.constexpr, compute_dtype: tl.constexpr):
 @triton.jit
 def decode_kv_pairs(pairs, KV_FORMAT: tl.constexpr, compute_dtype: tl.constexpr):
     """`decode_kv` of the low and of the high bytes of uint16."""
-    low = decode_kv((pairs & 0xFF).to(tl.uint8), KV_FORMAT, compute_dtype)
-    high = decode_kv((pairs >> 8).to(tl.uint8), KV_FORMAT, compute_dtype)
+    if KV_FORMAT == 1:
+        # Of two elements, sort the bytes and convert them in twos. Triton would shift and mask each byte.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+        low, high = low.to(compute_dtype), high.to(compute_dtype)
+    else:
+        low = decode_kv((pairs & 0xFF).to(tl.uint8), KV_FORMAT, compute_dtype)
+        high = decode_kv((pairs >> 8).to(tl.uint8), KV_FORMAT, compute_dtype)
     return low, high
 
 
