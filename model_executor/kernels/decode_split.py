@@ -66,6 +66,8 @@ def attend_to_split(
         acc = tl.zeros([BLOCK_H, BLOCK_D // 2], tl.float32)  # of the even components
         odd_acc = acc
         offs_pair = tl.arange(0, BLOCK_D // 2)
+        k_pair_ptr = k_head_ptr.to(tl.pointer_type(tl.uint16))
+        q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_H, BLOCK_D // 2, 2]))
         pair_ptr = v_head_ptr.to(tl.pointer_type(tl.uint16))
     else:
         acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
@@ -73,13 +75,22 @@ def attend_to_split(
         position = start + tl.arange(0, BLOCK_N)
         valid = position < hi
         slots = tl.load(row_ptr + position, mask=valid, other=0).to(tl.int64)
-        k = tl.load(
-            k_head_ptr + slots[None, :] * stride_slot + offs_d[:, None],
-            mask=valid[None, :] & inside[:, None],
-            other=0.0,
-        )
         zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN)
+        if IN_PAIRS:
+            pairs = tl.load(
+                k_pair_ptr + slots[None, :] * (stride_slot // 2) + offs_pair[:, None],
+                mask=valid[None, :] & (offs_pair < HEAD_DIM // 2)[:, None],
+                other=0,
+            )
+            even, odd = decode_kv_pairs(pairs, KV_FORMAT, compute)
+            scores = dot(q_odd, odd, dot(q_even, even, zero, WIDEN), WIDEN)
+        else:
+            k = tl.load(
+                k_head_ptr + slots[None, :] * stride_slot + offs_d[:, None],
+                mask=valid[None, :] & inside[:, None],
+                other=0.0,
+            )
+            scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN)
         if HAS_CAP:
             scores = tanh(scores * cap_scale)
         seen = valid & (position >= first) if HAS_WINDOW else valid
