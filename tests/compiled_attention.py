@@ -85,7 +85,7 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
         "splits in turn": ("32x8x128-bfloat16",),
     }
     decode = {
-        False: ("32x8x128-bfloat16", "32x8x128-fp8"),
+        False: ("32x8x128-bfloat16", "32x8x64-fp8", "32x8x128-fp8", "32x8x256-fp8"),
         True: ("40x8x128-bfloat16-window", "32x8x128-fp8"),
     }
     fused = {False: ("32x8x64-bfloat16", "40x8x128-bfloat16-window"), True: ("16x8x128-bfloat16", "32x8x128-fp8")}

@@ -28,6 +28,8 @@ class InstructionCounts:
     """Products of a warp (HMMA), which are synchronous."""
     wide_copies: int
     """Asynchronous copies to shared memory (LDGSTS) of 128 bits a thread."""
+    byte_loads: int
+    """Loads of single bytes from shared memory (LDS.U8)."""
     copies: int
     """All asynchronous copies to shared memory."""
     wide_loads: int
@@ -56,6 +58,7 @@ def count_instructions(sass: str) -> InstructionCounts:
         number("WARPGROUP.DEPBAR"),
         number("HMMA"),
         wide("LDGSTS"),
+        number("LDS.U8") + number("LDS.S8"),
         number("LDGSTS"),
         wide("LDG"),
         _spills_in_loops(sass),

@@ -19,7 +19,7 @@ import triton.language as tl
 from .bound import bound
 from .decode_merge import MERGE_CHAINS, merge_splits
 from .decode_split import as_operand_of, attend_to_split, load_unit, split_bounds, store_part
-from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
+from .primitives import as_kernel_operand, is_interpreted, kv_format, reads_kv_in_pairs, score_scales
 from .tuning import (
     DecodeTile,
     arch_of,
@@ -72,6 +72,7 @@ def _decode_split_kernel(
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     WIDEN: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -99,7 +100,7 @@ def _decode_split_kernel(
             row_ptr = table_ptr + row.to(tl.int64) * stride_table
             top, total, acc = attend_to_split(
                 as_operand_of(q, KV_FORMAT), k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale,
-                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_N,
+                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, IN_PAIRS, WIDEN, BLOCK_N,
             )  # fmt: skip
             o = acc * v_scale / total[:, None]
             lse = top + tl.log2(total)
@@ -200,7 +201,7 @@ def decode_attention(
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == q.dtype)
 
     arch = arch_of(q.device)
-    tile = tile or decode_tile(arch, head_dim, fp32=q.dtype == torch.float32)
+    tile = tile or decode_tile(arch, head_dim, fp32=q.dtype == torch.float32, fp8=fp8)
     assert work.tile == tile.split and tile.split % tile.block_n == 0 and work.records is not None
     group = num_heads // num_kv_heads
     # tl.dot needs at least 16 rows.
@@ -217,6 +218,7 @@ def decode_attention(
         k_buffer.stride(0), req_to_token.stride(0), *score_scales(sm_scale * k_scale, soft_cap), v_scale, window or 0,
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, HAS_Q_LOC=q_loc is not None, HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None, KV_FORMAT=kv_format(k_buffer.dtype, arch),
+        IN_PAIRS=reads_kv_in_pairs(k_buffer.dtype, head_dim, arch),
         WIDEN=is_interpreted(_decode_split_kernel) and q.dtype == torch.bfloat16, SPLIT=tile.split, BLOCK_H=block_h,
         BLOCK_N=tile.block_n, BLOCK_D=block_d, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

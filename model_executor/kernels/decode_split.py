@@ -45,31 +45,30 @@ def load_unit(records_ptr, unit):
 @triton.jit
 def attend_to_split(
     q, k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale, cap_scale, HEAD_DIM: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_FORMAT: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_FORMAT: tl.constexpr, IN_PAIRS: tl.constexpr,
+    WIDEN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The softmax of the query heads q, [BLOCK_H, BLOCK_D], over positions lo to hi, in tiles.
 
     Returns the largest scaled score and the sum of weights of each head, and the weighted sum of values.
+    IN_PAIRS: read two bytes of KV as one element. Even and odd components are two tensors, with products of their own.
     """
     BLOCK_H: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     compute: tl.constexpr = q.dtype
-    # LDSM transposes elements of 16 bits, and V has to be transposed. So V's bytes are read in pairs of components:
-    # the even and the odd ones are two tensors, with a product each. Single bytes are read one by one.
-    IN_PAIRS: tl.constexpr = KV_FORMAT != 0 and HEAD_DIM % 2 == 0
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = offs_d < HEAD_DIM
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     if IN_PAIRS:
-        acc = tl.zeros([BLOCK_H, BLOCK_D // 2], tl.float32)  # of the even components
-        odd_acc = acc
-        offs_pair = tl.arange(0, BLOCK_D // 2)
-        k_pair_ptr = k_head_ptr.to(tl.pointer_type(tl.uint16))
         q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_H, BLOCK_D // 2, 2]))
-        pair_ptr = v_head_ptr.to(tl.pointer_type(tl.uint16))
+        k_pair_ptr = k_head_ptr.to(tl.pointer_type(tl.uint16))
+        v_pair_ptr = v_head_ptr.to(tl.pointer_type(tl.uint16))
+        offs_pair = tl.arange(0, BLOCK_D // 2)
+        inside = offs_pair < HEAD_DIM // 2
+        even_acc = tl.zeros([BLOCK_H, BLOCK_D // 2], tl.float32)
+        odd_acc = even_acc
     else:
+        offs_d = tl.arange(0, BLOCK_D)
+        inside = offs_d < HEAD_DIM
         acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for start in range(lo, hi, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
@@ -79,7 +78,7 @@ def attend_to_split(
         if IN_PAIRS:
             pairs = tl.load(
                 k_pair_ptr + slots[None, :] * (stride_slot // 2) + offs_pair[:, None],
-                mask=valid[None, :] & (offs_pair < HEAD_DIM // 2)[:, None],
+                mask=valid[None, :] & inside[:, None],
                 other=0,
             )
             even, odd = decode_kv_pairs(pairs, KV_FORMAT, compute)
@@ -101,12 +100,12 @@ def attend_to_split(
         total = total * fade + tl.sum(p, axis=1)
         if IN_PAIRS:
             pairs = tl.load(
-                pair_ptr + slots[:, None] * (stride_slot // 2) + offs_pair[None, :],
-                mask=valid[:, None] & (offs_pair < HEAD_DIM // 2)[None, :],
+                v_pair_ptr + slots[:, None] * (stride_slot // 2) + offs_pair[None, :],
+                mask=valid[:, None] & inside[None, :],
                 other=0,
             )
             even, odd = decode_kv_pairs(pairs, KV_FORMAT, compute)
-            acc = dot(p.to(compute), even, acc * fade[:, None], WIDEN)
+            even_acc = dot(p.to(compute), even, even_acc * fade[:, None], WIDEN)
             odd_acc = dot(p.to(compute), odd, odd_acc * fade[:, None], WIDEN)
         else:
             v = tl.load(
@@ -117,7 +116,7 @@ def attend_to_split(
             acc = dot(p.to(compute), decode_kv(v, KV_FORMAT, compute), acc * fade[:, None], WIDEN)
         top = new_top
     if IN_PAIRS:
-        acc = tl.reshape(tl.join(acc, odd_acc), [BLOCK_H, BLOCK_D])
+        acc = tl.reshape(tl.join(even_acc, odd_acc), [BLOCK_H, BLOCK_D])
     return top, total, acc
 
 

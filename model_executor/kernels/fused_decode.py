@@ -21,7 +21,7 @@ from .decode_attention import decode_attention_ref, note_registers, num_programs
 from .decode_merge import MERGE_CHAINS, merge_splits
 from .decode_split import as_operand_of, attend_to_split, load_unit, split_bounds, store_part
 from .dependent_launch import launch_options, let_next_start, wait_for_previous
-from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
+from .primitives import as_kernel_operand, is_interpreted, kv_format, reads_kv_in_pairs, score_scales
 from .rotary import load_heads, load_queries, rotary_ref, store_heads, turn_heads, turn_queries
 from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
 from .work_map import WorkMap
@@ -84,6 +84,7 @@ def _fused_decode_kernel(
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     WIDEN: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -147,7 +148,7 @@ def _fused_decode_kernel(
             )  # fmt: skip
             top, total, acc = attend_to_split(
                 as_operand_of(q, KV_FORMAT), k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale,
-                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_N,
+                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, IN_PAIRS, WIDEN, BLOCK_N,
             )  # fmt: skip
             if DEPENDENT:
                 let_next_start()
@@ -228,7 +229,7 @@ def fused_decode(
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == qkv.dtype)
 
     arch = arch_of(qkv.device)
-    tile = tile or decode_tile(arch, head_dim, fp32=qkv.dtype == torch.float32)
+    tile = tile or decode_tile(arch, head_dim, fp32=qkv.dtype == torch.float32, fp8=fp8)
     assert work.tile == tile.split and tile.split % tile.block_n == 0 and work.records is not None
     block_d, group = padded_head_dim(head_dim), num_heads // num_kv_heads
     columns = _MERGED_COLUMNS_FP32 if qkv.dtype == torch.float32 else _MERGED_COLUMNS
@@ -272,6 +273,7 @@ def fused_decode(
         HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None,
         KV_FORMAT=kv_format(k_buffer.dtype, arch),
+        IN_PAIRS=reads_kv_in_pairs(k_buffer.dtype, head_dim, arch),
         WIDEN=is_interpreted(_fused_decode_kernel) and qkv.dtype == torch.bfloat16,
         SPLIT=tile.split,
         BLOCK_H=_MAX_GROUP,

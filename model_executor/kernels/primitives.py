@@ -38,6 +38,15 @@ def kv_format(dtype: torch.dtype, arch: str) -> int:
     return KV_FP8_NATIVE.value if arch in ("sm_89", "sm_90", "sm_100", "sm_120") else KV_FP8_SOFT.value
 
 
+def reads_kv_in_pairs(dtype: torch.dtype, head_dim: int, arch: str) -> bool:
+    """Whether decode attention reads a pool of `dtype` in pairs of bytes.
+
+    V has to be transposed, and NVIDIA's LDSM transposes elements of 16 bits; bytes are read one by one. On gfx942,
+    pairs take the registers of the fourth program. Pairs of an odd head dim would cross heads.
+    """
+    return dtype == torch.float8_e4m3fn and head_dim % 2 == 0 and not arch.startswith("gfx")
+
+
 def as_kernel_operand(pool: torch.Tensor) -> torch.Tensor:
     """The tensor that is passed to a kernel for `pool`: fp8 is passed as bytes."""
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool

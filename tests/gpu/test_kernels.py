@@ -72,6 +72,11 @@ CASES = {
     "fp32": case(F32, 9, 3, 64),
     "fp32-128-window-cap": case(F32, 8, 2, 128, window=300, soft_cap=20.0),
     "fp8": case(BF16, 32, 8, 128, fp8=True),
+    "fp8-80": case(BF16, 8, 8, 80, fp8=True),
+    "fp8-96-window-cap": case(BF16, 40, 8, 96, fp8=True, window=257, soft_cap=30.0),
+    "fp8-256": case(BF16, 8, 4, 256, fp8=True),
+    "fp8-many-heads": case(BF16, 71, 1, 64, fp8=True),
+    "fp8-fp32": case(F32, 9, 3, 64, fp8=True),
     "fp8-64": case(F16, 9, 3, 64, fp8=True, window=700),
 }
 
@@ -84,7 +89,7 @@ def problem(request: pytest.FixtureRequest) -> Problem:
 def tiles(p: Problem) -> tuple[DecodeTile, ExtendTile]:
     arch, c, fp32 = arch_of(p.q_decode.device), p.case, p.case.dtype == F32
     extend = extend_tile(arch, c.head_dim, c.fp8, fp32=fp32, page_size=c.page_size)
-    return decode_tile(arch, c.head_dim, fp32=fp32), extend
+    return decode_tile(arch, c.head_dim, fp32=fp32, fp8=c.fp8), extend
 
 
 def extend(p: Problem, pick: list[int]) -> list[torch.Tensor]:
@@ -109,7 +114,7 @@ def test_decode_in_one_kernel_has_the_bits_of_three(name: str, norm: bool) -> No
     case, everyone = CASES[name], list(range(len(LENS)))
     if not can_fuse_decode(case.num_heads, case.num_kv_heads, case.head_dim, case.dtype):
         return
-    tile = decode_tile(arch_of(torch.device(DEVICE)), case.head_dim, fp32=case.dtype == F32)
+    tile = decode_tile(arch_of(torch.device(DEVICE)), case.head_dim, fp32=case.dtype == F32, fp8=case.fp8)
     step = make_step(case, tile, norm=norm, device=DEVICE)
     wanted = step.apart()
     for _ in range(20):  # programs come in any order
