@@ -17,6 +17,7 @@ from attention_cases import (
     run_decode,
     run_extend,
 )
+from decoded_pairs import assert_pairs_are_decoded
 from fused_cases import make_step, same_bits
 
 from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_ref
@@ -25,6 +26,7 @@ from tercet.model_executor.kernels.decode_start import decode_start, decode_star
 from tercet.model_executor.kernels.fp8_linear import fp8_linear, fp8_linear_ref, quantize_rows, quantize_rows_ref
 from tercet.model_executor.kernels.fused_decode import can_fuse_decode
 from tercet.model_executor.kernels.logit_edits import EditTables
+from tercet.model_executor.kernels.primitives import KV_FP8_SOFT, kv_format
 from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
 from tercet.model_executor.kernels.sampling import choose_tokens
@@ -121,6 +123,11 @@ def test_decode_in_one_kernel_has_the_bits_of_three(name: str, norm: bool) -> No
         assert all(map(same_bits, step.fused(everyone), wanted))
     for pick in ([4], [5, 3, 0]):
         assert same_bits(step.fused(pick)[0], wanted[0][pick])
+
+
+def test_all_pairs_of_fp8_bytes_are_decoded() -> None:
+    for form in (KV_FP8_SOFT.value, kv_format(torch.float8_e4m3fn, arch_of(torch.device(DEVICE)))):
+        assert_pairs_are_decoded(form, DEVICE)
 
 
 def test_extend_agrees_with_the_float64_twin(problem: Problem) -> None:

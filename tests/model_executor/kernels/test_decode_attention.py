@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from attention_cases import Case, assert_close, build, cases, expected_decode, run_decode
+from decoded_pairs import assert_pairs_are_decoded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
 
+from tercet.model_executor.kernels.primitives import KV_FP8_SOFT, reads_kv_in_pairs
 from tercet.model_executor.kernels.tuning import DecodeTile
 
 TILES = [
@@ -28,6 +31,26 @@ PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (1,), None, None, 0.12
 def test_agrees_with_the_float64_twin(case: Case, tile: DecodeTile) -> None:
     problem = build(case)
     assert_close(run_decode(problem, tile), expected_decode(problem))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [2, 33, 66, 80, 96, 128, 255, 256])
+def test_fp8_agrees_with_the_float64_twin(head_dim: int, dtype: torch.dtype) -> None:
+    """An odd head dim is read byte by byte, and the others in pairs."""
+    options = {"seed": head_dim, "dtype": dtype, "fp8": True, "num_kv_heads": 3, "head_dim": head_dim}
+    problem = build(dataclasses.replace(PLAIN, **options, lens=(70, 1, 17), extend_lens=(1, 1, 1)))
+    assert_close(run_decode(problem, TILES[1]), expected_decode(problem))
+
+
+def test_all_pairs_of_bytes_are_decoded() -> None:
+    assert_pairs_are_decoded(KV_FP8_SOFT.value, "cpu")
+
+
+def test_which_kv_is_read_in_pairs() -> None:
+    fp8 = torch.float8_e4m3fn
+    assert reads_kv_in_pairs(fp8, 80, "sm_90") and reads_kv_in_pairs(fp8, 128, "sm_80")
+    assert not reads_kv_in_pairs(fp8, 33, "sm_90") and not reads_kv_in_pairs(fp8, 128, "gfx942")
+    assert not reads_kv_in_pairs(torch.bfloat16, 128, "sm_90")
 
 
 @settings(max_examples=examples(15))
