@@ -78,7 +78,6 @@ CASES = {
     "fp8-96-window-cap": case(BF16, 40, 8, 96, fp8=True, window=257, soft_cap=30.0),
     "fp8-256": case(BF16, 8, 4, 256, fp8=True),
     "fp8-many-heads": case(BF16, 71, 1, 64, fp8=True),
-    "fp8-fp32": case(F32, 9, 3, 64, fp8=True),
     "fp8-64": case(F16, 9, 3, 64, fp8=True, window=700),
 }
 
