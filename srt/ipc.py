@@ -69,7 +69,10 @@ class RunDir:
         return RunDir(self.path, self.life + 1)
 
     def remove(self) -> None:
-        """Repeated, because a thread or a process that still starts may create a file meanwhile. Never raises OSError."""
+        """Remove the directory and its files. Repeated, because a starting process may create a file meanwhile.
+
+        Never raises OSError.
+        """
         for _ in range(_REMOVE_ATTEMPTS):
             shutil.rmtree(self.path, ignore_errors=True)
             if not self.path.exists():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 
 
-_ADDRESSED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)", re.MULTILINE)
+_ADDRESSED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)", re.MULTILINE)
 
 _TARGET = re.compile(r"0x([0-9a-f]+)")
 
@@ -28,6 +28,8 @@ class InstructionCounts:
     """Products of a warp (HMMA), which are synchronous."""
     wide_copies: int
     """Asynchronous copies to shared memory (LDGSTS) of 128 bits a thread."""
+    bulk_copies: int
+    """Copies of whole boxes to shared memory by TMA (UTMALDG)."""
     byte_loads: int
     """Loads of single bytes from shared memory (LDS.U8)."""
     copies: int
@@ -58,6 +60,7 @@ def count_instructions(sass: str) -> InstructionCounts:
         number("WARPGROUP.DEPBAR"),
         number("HMMA"),
         wide("LDGSTS"),
+        number("UTMALDG"),
         number("LDS.U8") + number("LDS.S8"),
         number("LDGSTS"),
         wide("LDG"),
@@ -83,9 +86,11 @@ def _copies_after_start(sass: str) -> int | None:
 
 
 def _spills_in_loops(sass: str) -> int:
-    found = [(int(at, 16), name, rest) for at, name, rest in _ADDRESSED.findall(sass)]
-    products = [at for at, name, _ in found if name.startswith(("HGMMA", "QGMMA", "HMMA"))]
-    jumps = [(_TARGET.search(rest), at) for at, name, rest in found if name == "BRA"]
+    addressed = [(int(at, 16), condition, name, rest) for at, condition, name, rest in _ADDRESSED.findall(sass)]
+    found = [(at, name) for at, _, name, _ in addressed]
+    products = [at for at, name in found if name.startswith(("HGMMA", "QGMMA", "HMMA"))]
+    # A loop ends with a conditional jump. Unconditional ones lead back from code that waits for a barrier.
+    jumps = [(_TARGET.search(rest), at) for at, condition, name, rest in addressed if name == "BRA" and condition]
     jumps_back = [(int(to.group(1), 16), at) for to, at in jumps if to and int(to.group(1), 16) < at]
     loops = [(first, last) for first, last in jumps_back if any(first <= at <= last for at in products)]
     innermost = [
@@ -94,6 +99,5 @@ def _spills_in_loops(sass: str) -> int:
         if not any((a, b) != (first, last) and first <= a <= b <= last for a, b in loops)
     ]
     return sum(
-        name.startswith(("STL", "LDL")) and any(first <= at <= last for first, last in innermost)
-        for at, name, _ in found
+        name.startswith(("STL", "LDL")) and any(first <= at <= last for first, last in innermost) for at, name in found
     )

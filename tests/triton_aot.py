@@ -20,6 +20,7 @@ from sass import InstructionCounts, count_instructions
 from serving_shapes import Shape
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tercet.model_executor.kernels.tuning import decode_tile, programs_that_fit
@@ -109,7 +110,8 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
     parsed, signature, constexprs, attrs = kernel._pack_args(
         backend, dict(launch.kwargs), bound, specialization, options
     )
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    compiled = triton.compile(source(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
     nvidia = target.backend == "cuda"
     registers, spilled = _nvidia(compiled) if nvidia else _amd(compiled)
     return Resources(

@@ -19,6 +19,7 @@ from typing import Any
 import compiled_attention
 import compiled_dependent
 import compiled_fp8
+import compiled_hopper
 import compiled_others
 import pytest
 import triton
@@ -29,7 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TRITONS = ("3.6.0", "3.7.1", "3.9.0")
 """Of torch 2.11, of torch 2.13, and of the CPU builds that scripts/setup installs."""
 CASES: dict[str, Callable[[], list[Launch]]] = (
-    compiled_attention.CASES | compiled_fp8.CASES | compiled_others.CASES | compiled_dependent.CASES
+    compiled_attention.CASES
+    | compiled_fp8.CASES
+    | compiled_others.CASES
+    | compiled_dependent.CASES
+    | compiled_hopper.CASES
 )
 
 

@@ -13,13 +13,17 @@ from ..kernels.tuning import INTERPRETER, arch_of, extend_tile
 from .base import AttentionBackend, AttentionSpec
 
 _PACKAGE = __package__
+HOPPER = "hopper"
+"""What `--hopper-prefill` makes of the backend triton."""
 # Modules are imported on use: importing the Triton backend takes half a second that a CPU server does not need.
 _BACKENDS = {
     "torch": ("torch_backend", "TorchAttentionBackend"),
     "cpu": ("cpu_backend", "CpuAttentionBackend"),
     "triton": ("triton_backend", "TritonAttentionBackend"),
+    HOPPER: ("hopper_backend", "HopperAttentionBackend"),
 }
-BACKEND_NAMES = tuple(_BACKENDS)
+BACKEND_NAMES = tuple(name for name in _BACKENDS if name != HOPPER)
+"""What a user may choose."""
 _KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 PAGE_OF_PANELS = 32
 """The default page size for a pool in panels: a multiple of the panel of every build."""
@@ -36,7 +40,7 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
         if device.type == "cuda":
             return "triton"
         return "cpu" if cpu_extension.load() else "torch"
-    if name not in _BACKENDS:
+    if name not in BACKEND_NAMES:
         raise ValueError(f"attention backend must be auto, {', '.join(BACKEND_NAMES)}, got {name!r}")
     if name == "cpu" and (device.type != "cpu" or not cpu_extension.load()):
         hint = cpu_extension.build_hint()
@@ -82,7 +86,7 @@ def default_page_size(backend: str, head_dim: int, kv_dtype: torch.dtype, device
 
 
 def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> AttentionBackend:
-    """Make the backend called `name`, which comes from `resolve_attention_backend`. `specs`: one per layer."""
+    """Make the backend called `name`: HOPPER, or a result of `resolve_attention_backend`. `specs`: one per layer."""
     module, cls = _BACKENDS[name]
     backend = getattr(import_module(f".{module}", _PACKAGE), cls)(specs, kv_pool)
     assert isinstance(backend, AttentionBackend)

@@ -103,12 +103,19 @@ class TritonAttentionBackend(AttentionBackend):
                 sm_scale=scale, window=window, q_loc=plan.q_loc, tile=self._decode_tile,
             )  # fmt: skip
         if plan.extend is not None:
-            assert batch.extend_start_loc is not None and batch.prefix_lens is not None
-            extend_attention(
-                q, k_buffer, v_buffer, batch.req_to_token, batch.rows, batch.extend_start_loc, batch.prefix_lens,
-                plan.extend, out, longest=plan.longest, sm_scale=scale, window=window, tile=self._extend_tile,
-            )  # fmt: skip
+            self._extend(q, layer_id, batch, plan.extend, plan.longest, out)
         return out.view(q.shape[0], -1)
+
+    def _extend(
+        self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, work: WorkMap, longest: int, out: torch.Tensor
+    ) -> None:
+        """Compute the attention of requests with several new tokens."""
+        assert batch.extend_start_loc is not None and batch.prefix_lens is not None
+        extend_attention(
+            q, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id], batch.req_to_token, batch.rows,
+            batch.extend_start_loc, batch.prefix_lens, work, out, longest=longest, sm_scale=self.scales[layer_id],
+            window=self.sliding_windows[layer_id], tile=self._extend_tile,
+        )  # fmt: skip
 
     def can_fuse(self, batch: ForwardBatch, dtype: torch.dtype) -> bool:
         """Whether `attend_fused` serves this step: one token for each of a few requests."""

@@ -1,9 +1,9 @@
 """Launches of Triton kernels that cost a few microseconds of the host: `@bound` above `@triton.jit`.
 
 Triton compiles a kernel anew for other types of its arguments, other constants and options, pointers that are or are
-not aligned to 16 bytes, and integers that are 1, multiples of 16, or neither. Before each launch, it finds the compiled
-kernel in 10 to 40 us of Python. A bound kernel finds it in one dictionary, by a key of all these, and calls the C
-function that Triton would call, with the same arguments.
+not aligned to 16 bytes, integers that are 1, multiples of 16, or neither, and descriptors of other boxes. Before each
+launch, it finds the compiled kernel in 10 to 40 us of Python. A bound kernel finds it in one dictionary, by a key of
+all these, and calls the function that Triton would call, with the same arguments.
 
 Triton itself launches in all other cases: for the first launch with a key, while a profiler watches launches, for
 kernels that need scratch memory or a cooperative grid, and for devices and Tritons whose C function is not known here.
@@ -161,6 +161,8 @@ def _source(kernel: JITFunction, arguments: Mapping[str, Any], convention: _Conv
                 key.append(f"2 if {name} == 1 else {name} & 15 == 0")
         elif type(value) is float:
             key.append(f"floats[type({name})]")
+        elif type(value).__name__ == "TensorDescriptor":  # of Gluon, whose import takes 0.1 s
+            key += [f"{name}.base.dtype", f"(*{name}.block_shape,)", f"{name}.layout", f"{name}.padding"]
         else:
             return None
     if aligned:

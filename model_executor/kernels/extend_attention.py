@@ -169,8 +169,35 @@ def extend_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if work.split is None:
-        return
+    if work.split is not None:
+        merge_units(
+            part_top, part_total, part_o, extend_start_loc, prefix_lens, work, out, num_heads=num_heads, tile=tile,
+            window=window, v_scale=v_scale,
+        )  # fmt: skip
+
+
+def merge_units(
+    part_top: torch.Tensor,
+    part_total: torch.Tensor,
+    part_o: torch.Tensor,
+    extend_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    work: WorkMap,
+    out: torch.Tensor,
+    *,
+    num_heads: int,
+    tile: ExtendTile,
+    window: int | None = None,
+    v_scale: float = 1.0,
+) -> None:
+    """Merge the partial results of splits that are work units, and write the results.
+
+    part_top, part_total: float32 [units * block_m], the largest scaled score and the sum of weights of each row of each
+    unit; part_o: float32 [units * block_m, padded head_dim], the weighted sums of values. A unit is a work unit of one
+    KV head. Other arguments as in `extend_attention`.
+    """
+    head_dim = out.shape[2]
+    num_kv_heads = len(part_o) // (work.capacity * tile.block_m)
     extend_merge_kernel[(work.capacity, num_kv_heads, cdiv(tile.block_m, _MERGE_ROWS))](
         part_top,
         part_total,
@@ -180,16 +207,16 @@ def extend_attention(
         work.starts,
         work.rows,
         out,
-        batch,
+        len(prefix_lens),
         v_scale,
         window or 0,
         NUM_HEADS=num_heads,
-        GROUP=group,
+        GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         HAS_WINDOW=window is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=block_d,
+        BLOCK_D=padded_head_dim(head_dim),
         SPLIT=tile.split,
         ROWS=_MERGE_ROWS,
         num_warps=4,

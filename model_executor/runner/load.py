@@ -14,7 +14,7 @@ from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
-from ..attention.registry import create_attention_backend, kv_panel
+from ..attention.registry import HOPPER, create_attention_backend, kv_panel
 from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
@@ -226,7 +226,8 @@ class _RunnerBuilder:
             settings.device,
             kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype),
         )
-        attention = create_attention_backend(settings.attention_backend, family_of(config).attention(config), kv_pool)
+        backend = HOPPER if settings.hopper_prefill else settings.attention_backend
+        attention = create_attention_backend(backend, family_of(config).attention(config), kv_pool)
         model = self._model(settings, self.parameters, attention)
         num_bytes = RunnerBytes(self.weight_bytes, pool_tokens * self.bytes_per_token)
         return ModelRunner(

@@ -104,6 +104,8 @@ class RunnerSettings:
     """whether steps of few tokens have fused kernels"""
     dependent_launch: bool
     """whether these kernels are dependent launches"""
+    hopper_prefill: bool
+    """whether the attention of prompts has the kernel for Hopper GPUs"""
     host_kv: HostKVSettings | None
     """the host's KV memory; None: there are no tiers below the KV pool"""
     seed: int
@@ -167,6 +169,9 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             f"--kv-cache-dtype {server_args.kv_cache_dtype} needs --dtype bfloat16 or float16 on a GPU: with float32, "
             "its kernels lack registers"
         )
+    page_size = _page_size(server_args) or default_page_size(backend, config.head_dim, kv_dtype, device)
+    if server_args.hopper_prefill:
+        _check_hopper_prefill(backend, device, dtype, kv_dtype, config.head_dim, page_size)
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
     linears = resolve_linears(cpu_kernels, dtype, weights, config)
     return RunnerSettings(
@@ -181,7 +186,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         attention_backend=backend,
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,
-        page_size=_page_size(server_args) or default_page_size(backend, config.head_dim, kv_dtype, device),
+        page_size=page_size,
         context_len=context_len,
         max_running_requests=server_args.max_running_requests,
         max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
@@ -193,6 +198,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         max_recorded_tokens=max(max_recorded_rows, _RECORDED_TOKENS),
         fuse_small_steps=server_args.fuse_small_steps,
         dependent_launch=server_args.dependent_launch,
+        hopper_prefill=server_args.hopper_prefill,
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
@@ -225,6 +231,29 @@ def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quant
 def _has_dependent_launch(device: torch.device) -> bool:
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _check_hopper_prefill(
+    backend: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, page_size: int
+) -> None:
+    """Raise ValueError where `hopper_extend_attention` does not run."""
+    if backend != "triton" or not _is_hopper(device):
+        raise ValueError("--hopper-prefill needs triton attention and an NVIDIA GPU of compute capability 9.0")
+    # Imported here: importing Triton takes half a second, and Gluon is needed only with the flag.
+    from ..kernels.hopper_extend import HOPPER_HEAD_DIMS, HOPPER_PAGE
+
+    if dtype != torch.bfloat16 or kv_dtype != torch.bfloat16:
+        names = [str(kind).removeprefix("torch.") for kind in (dtype, kv_dtype)]
+        raise ValueError(f"--hopper-prefill needs bfloat16 for activations and KV, got {names[0]} and {names[1]}")
+    if head_dim not in HOPPER_HEAD_DIMS:
+        raise ValueError(f"--hopper-prefill needs heads of 64 or 128 components, but the model's have {head_dim}")
+    if page_size % HOPPER_PAGE:
+        raise ValueError(f"--hopper-prefill needs a page size of a multiple of {HOPPER_PAGE} tokens, got {page_size}")
+
+
+def _is_hopper(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class CpuLinears(NamedTuple):

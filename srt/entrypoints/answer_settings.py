@@ -28,6 +28,7 @@ _SETTINGS = (
     "grammar_backend",
     "allow_auto_truncate",
     "fuse_small_steps",
+    "hopper_prefill",
 )
 _TOKENIZER_ENDINGS = (".json", ".jinja", ".model", ".txt")
 

@@ -32,7 +32,9 @@ from tritons import TRITONS, run_tests_with
 
 from tercet.model_executor.kernels import bound as module
 from tercet.model_executor.kernels.bound import Bound
+from tercet.model_executor.kernels.hopper_extend import HOPPER_TILE, hopper_extend_attention
 from tercet.model_executor.kernels.rmsnorm import _rmsnorm_kernel, rmsnorm
+from tercet.model_executor.kernels.work_map import WorkMap
 from tercet.srt.model_files.model_config import ModelConfig
 
 LLAMA = ModelConfig(
@@ -149,6 +151,46 @@ def test_a_launch_enters_triton_once() -> None:
     assert again is compiled
     assert called == ["launch", "__getitem__", "launch"]
     assert [launched.args[5] for launched in driver.launches] == [1e-6, 0.5]
+
+
+def test_descriptors_are_passed_as_triton_passes_them() -> None:
+    """Of two pools and two page sizes, each launched twice. Boxes are part of the key."""
+
+    def launch(pool: torch.Tensor, page_size: int) -> None:
+        q, index = torch.zeros(3, 4, 64, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+        work = WorkMap(torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), HOPPER_TILE.block_m)
+        hopper_extend_attention(
+            q, pool, pool, torch.zeros(1, 8, dtype=torch.int32), index[:1], index, index[:1], work, torch.zeros_like(q),
+            sm_scale=0.1, page_size=page_size,
+        )  # fmt: skip
+
+    pools = [torch.zeros(256, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+    found: dict[bool, list[tuple[Any, ...]]] = {}
+    ways = {True: Bound.__getitem__, False: lambda kernel, grid: kernel.jit[grid]}
+    for is_bound, way in ways.items():
+        with fake_gpu() as driver, patch.object(Bound, "__getitem__", way):
+            run = JITFunction.run
+            for use_of_triton in (run, None if is_bound else run):
+                with patch.object(JITFunction, "run", use_of_triton):
+                    for pool in pools:
+                        for page_size in (64, 128):
+                            launch(pool, page_size)
+            # The addresses of tensors that a call makes differ.
+            found[is_bound] = [
+                (each.grid, each.function, each.types, [arg for arg in each.args if arg in bases(pools) or small(arg)])
+                for each in driver.launches
+            ]
+    assert found[True] == found[False] and len(found[True]) == 8
+    assert len({function for _, function, *_ in found[True]}) == 2, "a kernel for each size of a box"
+
+
+def bases(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def small(arg: Any) -> bool:
+    """Whether an argument is no address."""
+    return not isinstance(arg, int) or abs(arg) < 1 << 20
 
 
 def num_calls(call: Callable[[], object]) -> int:

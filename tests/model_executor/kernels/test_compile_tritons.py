@@ -11,6 +11,7 @@ import dataclasses
 import compiled_attention
 import compiled_dependent
 import compiled_fp8
+import compiled_hopper
 import compiled_others
 import pytest
 import triton
@@ -48,6 +49,13 @@ def test_the_other_kernels_compute_as_meant(version: str, case: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_others.assert_computes_as_meant(resources)
+
+
+@pytest.mark.parametrize("case", compiled_hopper.CASES)
+@pytest.mark.parametrize("version", OTHERS)
+def test_attention_for_hopper_overlaps(version: str, case: str) -> None:
+    for resources in compiled_with(version)[case]:
+        compiled_hopper.assert_overlaps(resources, case)
 
 
 @pytest.mark.parametrize("case", compiled_dependent.CASES)

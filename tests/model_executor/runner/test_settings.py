@@ -125,6 +125,34 @@ def test_dependent_launches_need_a_gpu_and_fused_steps(fused: bool, monkeypatch:
             make_settings(config, **triton)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"page_size": 128}, None),
+        ({"page_size": 32}, "needs a page size of a multiple of 64 tokens, got 32"),
+        ({"dtype": "float16"}, "needs bfloat16 for activations and KV, got float16 and float16"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "needs bfloat16 for activations and KV, got bfloat16 and float8_e4m3fn"),
+        ({"attention_backend": "torch"}, "needs triton attention and an NVIDIA GPU of compute capability 9.0"),
+    ],
+)
+def test_hopper_prefill_needs_what_its_kernel_needs(
+    change: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(TOY, load_format="dummy", head_dim=64)
+    wanted = {"attention_backend": "triton", "dtype": "bfloat16", "page_size": 64, "hopper_prefill": True} | change
+    with pytest.raises(ValueError, match=r"--hopper-prefill needs triton attention and an NVIDIA GPU"):
+        make_settings(config, **wanted)
+    monkeypatch.setattr(settings_module, "_is_hopper", lambda device: True)
+    if message is None:
+        assert make_settings(config, **wanted).hopper_prefill
+        with pytest.raises(ValueError, match="needs heads of 64 or 128 components, but the model's have 80"):
+            make_settings(dataclasses.replace(config, head_dim=80), **wanted)
+    else:
+        with pytest.raises(ValueError, match=f"--hopper-prefill {message}"):
+            make_settings(config, **wanted)
+
+
 @pytest.mark.parametrize("name", ["cuda", "cuda:1", "auto"])
 def test_segments_can_grow_unless_the_user_says_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set with the choice of the device: torch reads it once, and benchmarks use the GPU before there is a runner."""

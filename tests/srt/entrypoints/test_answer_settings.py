@@ -30,6 +30,7 @@ def settings_of(args: ServerArgs) -> dict[str, str]:
         ({"chat_template": "{{ messages }}"}, ["chat_template"]),
         ({"served_model_name": "other"}, ["served_model_name"]),
         ({"fuse_small_steps": True}, ["fuse_small_steps"]),
+        ({"hopper_prefill": True}, ["hopper_prefill"]),
         ({"tokenizer_path": "a-name-for-transformers"}, ["tokenizer"]),
     ],
 )
