@@ -122,7 +122,7 @@ def decode_cases(heads: Heads, batch_by_context: Sequence[tuple[int, int]]) -> l
 def _decode_call(pool: _Pool, rows: slice, q: torch.Tensor, out: torch.Tensor, lens: Sequence[int]) -> Call:
     """A call of the decode kernel. `rows`: the requests of the pool to decode; `lens`: their lengths."""
     heads = pool.heads
-    tile = decode_tile(arch_of(heads.device), heads.head_dim, fp8=heads.fp8)
+    tile = decode_tile(arch_of(heads.device), heads.head_dim, fp8=heads.fp8, page_size=_PAGE)
     capacity = sum(-(-length // tile.split) for length in lens)
     seq_lens, table_rows = pool.lens[rows], pool.rows[rows]
     work = split_map(seq_lens, table_rows, tile.split, capacity)

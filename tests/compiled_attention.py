@@ -38,28 +38,31 @@ def extend_launches(
     return launches[1:]
 
 
-def decode_launches(shape: Shape, arch: str, *, mixed: bool) -> list[Launch]:
+def decode_launches(shape: Shape, arch: str, *, mixed: bool, page_size: int = 1) -> list[Launch]:
     """mixed: in a step with prompts, where each request's token has to be looked up (HAS_Q_LOC)."""
     with recorded() as launches:
-        launch_decode(shape, arch, mixed=mixed)
+        launch_decode(shape, arch, mixed=mixed, page_size=page_size)
     return launches[1:]
 
 
-def launch_decode(shape: Shape, arch: str, *, mixed: bool) -> None:
+def launch_decode(shape: Shape, arch: str, *, mixed: bool, page_size: int = 1) -> None:
+    tile = decode_tile(arch, shape.head_dim, fp32=shape.fp32, fp8=shape.fp8, page_size=page_size)
     with patch.object(decode_module, "arch_of", lambda device: arch):
-        work = split_map(meta(BATCH), meta(BATCH), decode_tile(arch, shape.head_dim, fp32=shape.fp32).split, 1000)
+        work = split_map(meta(BATCH), meta(BATCH), tile.split, 1000)
         q, *kv = operands(shape, TOKENS if mixed else BATCH)
         out = meta(*q.shape, dtype=q.dtype)
         decode_module.decode_attention(
-            q, *kv, meta(BATCH), meta(BATCH), work, out, q_loc=meta(BATCH) if mixed else None, **options(shape)
+            q, *kv, meta(BATCH), meta(BATCH), work, out, tile=tile, q_loc=meta(BATCH) if mixed else None,
+            **options(shape),
         )  # fmt: skip
 
 
-def fused_launches(shape: Shape, arch: str, *, norm: bool, dependent: bool = False) -> list[Launch]:
+def fused_launches(shape: Shape, arch: str, *, norm: bool, dependent: bool = False, page_size: int = 1) -> list[Launch]:
     """Decode attention with the rotation, in one kernel. norm: with a norm of query and key heads."""
     rows, width = 4, shape.head_dim
+    tile = decode_tile(arch, width, fp32=shape.fp32, fp8=shape.fp8, page_size=page_size)
     with patch.object(fused_module, "arch_of", lambda device: arch), recorded() as launches:
-        work = split_map(meta(rows), meta(rows), decode_tile(arch, width, fp32=shape.fp32).split, 1000)
+        work = split_map(meta(rows), meta(rows), tile.split, 1000)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         angles = meta(rows, 2, width // 2, dtype=torch.float32)[:, 0]
         weight = meta(width, dtype=shape.dtype) if norm else None
@@ -67,7 +70,7 @@ def fused_launches(shape: Shape, arch: str, *, norm: bool, dependent: bool = Fal
         fused_module.fused_decode(
             meta(rows, heads, width, dtype=shape.dtype), shape.num_heads, angles, angles, *pools, meta(rows), table,
             meta(rows), meta(rows), work, meta(rows * shape.num_kv_heads, dtype=torch.int32), q_weight=weight,
-            k_weight=weight, eps=1e-6, dependent=dependent, **options(shape),
+            k_weight=weight, eps=1e-6, tile=tile, dependent=dependent, **options(shape),
         )  # fmt: skip
     return launches[1:]
 
@@ -89,6 +92,7 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
         True: ("40x8x128-bfloat16-window", "32x8x128-fp8"),
     }
     fused = {False: ("32x8x64-bfloat16", "40x8x128-bfloat16-window"), True: ("16x8x128-bfloat16", "32x8x128-fp8")}
+    decode_in_pages = ("32x8x128-bfloat16", "40x8x128-bfloat16-window", "32x32x80-bfloat16")
     cases: dict[str, Callable[[], list[Launch]]] = {}
     for splits, names in extend.items():
         for name in names:
@@ -105,10 +109,20 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
         for name in names:
             kind = ", with a norm" if norm else ""
             cases[f"fused-{name}{kind}"] = partial(fused_launches, by_name[name], "sm_90", norm=norm)
+    for i, name in enumerate(decode_in_pages):
+        mixed = norm = i > 0
+        of_shape = {"shape": by_name[name], "arch": "sm_90", "page_size": 64}
+        cases[f"decode-{name}, pages"] = partial(decode_launches, **of_shape, mixed=mixed)
+        cases[f"fused-{name}, pages"] = partial(fused_launches, **of_shape, norm=norm)
     return cases
 
 
 CASES = _cases()
+
+
+def page_size_of(case: str) -> int:
+    """The page size of a case."""
+    return 64 if case.endswith(", pages") else 1
 
 
 def shape_of(case: str) -> Shape:

@@ -34,6 +34,8 @@ _LESS_MEMORY = {"sm_89": GPUTarget("cuda", 89, 32)}
 """Only the largest tiles are compiled for it (test_compile_less_memory.py)."""
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a block in bytes. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
+_SHARED_OF_ALL = 228 * 1024
+"""Shared memory of a multiprocessor of sm_90. Each block takes 1 KB more than it asks for. Source as above."""
 _ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
 _binders: dict[tuple[str, str, str], Callable[..., Any]] = {}
 """Triton's functions that specialise a launch, by kernel and target."""
@@ -156,15 +158,21 @@ def assert_overlaps(resources: Resources) -> None:
     assert counts.wgmma_batches == counts.wgmma_waits == 4, resources
 
 
-def assert_plan_holds(resources: Resources, shape: Shape) -> None:
-    """Checks that the registers suffice for the planned programs of decode attention.
+def assert_one_look_up(resources: Resources) -> None:
+    """Checks that attention in pages for NVIDIA copies K and V to shared memory, and no slots."""
+    counts = resources.counts
+    assert counts is None or counts.copies == counts.wide_copies, resources
+
+
+def assert_plan_holds(resources: Resources, shape: Shape, page_size: int = 1) -> None:
+    """Checks that registers and shared memory suffice for the planned programs of decode attention.
 
     The fused kernel holds more, and serves few requests: two programs are enough to overlap.
     """
     if resources.kernel == "_decode_split_kernel":
-        planned = decode_tile("sm_90", shape.head_dim, fp8=shape.fp8).programs
+        planned = decode_tile("sm_90", shape.head_dim, fp8=shape.fp8, page_size=page_size).programs
         fit = programs_that_fit(planned, resources.registers, resources.threads)
-        assert fit == planned, resources
+        assert fit == planned and planned * (resources.shared + 1024) <= _SHARED_OF_ALL, resources
     if resources.kernel == "_fused_decode_kernel":
         assert programs_that_fit(2, resources.registers, resources.threads) == 2, resources
 

@@ -50,8 +50,9 @@ class TritonAttentionBackend(AttentionBackend):
         super().__init__(specs, kv_pool)
         arch = arch_of(kv_pool.k_buffer[0].device)
         fp32, fp8 = kv_pool.dtype == torch.float32, kv_pool.dtype == torch.float8_e4m3fn
-        self._decode_tile = decode_tile(arch, self.head_dim, fp32=fp32, fp8=fp8)
-        self._extend_tile = extend_tile(arch, self.head_dim, fp8, fp32=fp32, page_size=kv_pool.page_size)
+        page_size = kv_pool.page_size
+        self._decode_tile = decode_tile(arch, self.head_dim, fp32=fp32, fp8=fp8, page_size=page_size)
+        self._extend_tile = extend_tile(arch, self.head_dim, fp8, fp32=fp32, page_size=page_size)
         self._plan: _Plan | None = None
         self._counts = torch.zeros(MAX_ROWS * self.num_kv_heads, dtype=torch.int32, device=kv_pool.k_buffer[0].device)
         """zeros between launches (`fused_decode`)"""

@@ -5,6 +5,8 @@ request) and one KV head. The first kernel computes the partial softmax of each 
 request's partial results by their log-sum-exp. Splits start at multiples of `split`, so a request's arithmetic does not
 depend on the other requests of the batch. All query heads of a KV head form one tile, so the KV is read once.
 
+Where a page has a multiple of `block_n` slots, a KV tile has consecutive slots, and one look-up finds them (`paged`).
+
 fused_decode.py computes the same in one kernel, with the same functions and so the same bits.
 """
 
@@ -74,6 +76,7 @@ def _decode_split_kernel(
     KV_FORMAT: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     WIDEN: tl.constexpr,
+    PAGED: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -100,7 +103,7 @@ def _decode_split_kernel(
             row_ptr = table_ptr + row.to(tl.int64) * stride_table
             top, total, acc = attend_to_split(
                 as_operand_of(q, KV_FORMAT), k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale,
-                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, IN_PAIRS, WIDEN, BLOCK_N,
+                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, IN_PAIRS, WIDEN, PAGED, BLOCK_N,
             )  # fmt: skip
             o = acc * v_scale / total[:, None]
             lse = top + tl.log2(total)
@@ -185,6 +188,7 @@ def decode_attention(
     work: `split_map(seq_lens, rows, tile.split, ...)`. A request without a work unit gets no output if q_loc is given,
     else zeros. out: [T, num_heads, head_dim], contiguous.
     soft_cap: scores become cap * tanh(scores / cap). window: number of last positions that are attended to.
+    tile: one that is `paged` needs pages of a multiple of `block_n` slots. None: one that serves every page size.
     """
     num_tokens, num_heads, head_dim = q.shape
     slots, num_kv_heads, _ = k_buffer.shape
@@ -219,8 +223,8 @@ def decode_attention(
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, HAS_Q_LOC=q_loc is not None, HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None, KV_FORMAT=kv_format(k_buffer.dtype, arch),
         IN_PAIRS=reads_kv_in_pairs(k_buffer.dtype, head_dim, arch),
-        WIDEN=is_interpreted(_decode_split_kernel) and q.dtype == torch.bfloat16, SPLIT=tile.split, BLOCK_H=block_h,
-        BLOCK_N=tile.block_n, BLOCK_D=block_d, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        WIDEN=is_interpreted(_decode_split_kernel) and q.dtype == torch.bfloat16, PAGED=tile.paged, SPLIT=tile.split,
+        BLOCK_H=block_h, BLOCK_N=tile.block_n, BLOCK_D=block_d, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     note_registers(kind, arch, tile, compiled)
     _decode_merge_kernel[(batch, num_heads)](

@@ -46,13 +46,15 @@ def load_unit(records_ptr, unit):
 def attend_to_split(
     q, k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale, cap_scale, HEAD_DIM: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_FORMAT: tl.constexpr, IN_PAIRS: tl.constexpr,
-    WIDEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr, PAGED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of the query heads q, [BLOCK_H, BLOCK_D], over positions lo to hi, in tiles.
+    """The softmax of the query heads q, [BLOCK_H, BLOCK_D], over positions lo to hi, in tiles. lo < hi.
 
     Returns the largest scaled score and the sum of weights of each head, and the weighted sum of values.
     IN_PAIRS: read two bytes of KV as one element. Even and odd components are two tensors, with products of their own.
+    PAGED: a tile has consecutive slots, because lo is a multiple of BLOCK_N, and so is the page size.
     """
+    tl.static_assert(not (PAGED and IN_PAIRS), "pairs are read with a look-up for each slot")
     BLOCK_H: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     compute: tl.constexpr = q.dtype
@@ -70,10 +72,20 @@ def attend_to_split(
         offs_d = tl.arange(0, BLOCK_D)
         inside = offs_d < HEAD_DIM
         acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    if PAGED:
+        slot = tl.load(row_ptr + lo).to(tl.int64)
     for start in range(lo, hi, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         valid = position < hi
-        slots = tl.load(row_ptr + position, mask=valid, other=0).to(tl.int64)
+        if PAGED:
+            # The look-up for the next tile is a tile ahead, so that its K and V do not wait for it.
+            k_tile_ptr = k_head_ptr + slot * stride_slot
+            v_tile_ptr = v_head_ptr + slot * stride_slot
+            slot = tl.load(row_ptr + tl.minimum(start + BLOCK_N, hi - 1)).to(tl.int64)
+            slots = tl.arange(0, BLOCK_N)
+        else:
+            k_tile_ptr, v_tile_ptr = k_head_ptr, v_head_ptr
+            slots = tl.load(row_ptr + position, mask=valid, other=0).to(tl.int64)
         zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         if IN_PAIRS:
             pairs = tl.load(
@@ -85,7 +97,7 @@ def attend_to_split(
             scores = dot(q_odd, odd, dot(q_even, even, zero, WIDEN), WIDEN)
         else:
             k = tl.load(
-                k_head_ptr + slots[None, :] * stride_slot + offs_d[:, None],
+                k_tile_ptr + slots[None, :] * stride_slot + offs_d[:, None],
                 mask=valid[None, :] & inside[:, None],
                 other=0.0,
             )
@@ -109,7 +121,7 @@ def attend_to_split(
             odd_acc = dot(p.to(compute), odd, odd_acc * fade[:, None], WIDEN)
         else:
             v = tl.load(
-                v_head_ptr + slots[:, None] * stride_slot + offs_d[None, :],
+                v_tile_ptr + slots[:, None] * stride_slot + offs_d[None, :],
                 mask=valid[:, None] & inside[None, :],
                 other=0.0,
             )

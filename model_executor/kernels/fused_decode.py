@@ -86,6 +86,7 @@ def _fused_decode_kernel(
     KV_FORMAT: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     WIDEN: tl.constexpr,
+    PAGED: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -148,7 +149,7 @@ def _fused_decode_kernel(
             )  # fmt: skip
             top, total, acc = attend_to_split(
                 as_operand_of(q, KV_FORMAT), k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale,
-                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, IN_PAIRS, WIDEN, BLOCK_N,
+                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, IN_PAIRS, WIDEN, PAGED, BLOCK_N,
             )  # fmt: skip
             if DEPENDENT:
                 let_next_start()
@@ -275,6 +276,7 @@ def fused_decode(
         KV_FORMAT=kv_format(k_buffer.dtype, arch),
         IN_PAIRS=reads_kv_in_pairs(k_buffer.dtype, head_dim, arch),
         WIDEN=is_interpreted(_fused_decode_kernel) and qkv.dtype == torch.bfloat16,
+        PAGED=tile.paged,
         SPLIT=tile.split,
         BLOCK_H=_MAX_GROUP,
         BLOCK_N=tile.block_n,

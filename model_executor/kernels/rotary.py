@@ -220,7 +220,11 @@ def _rotary_kernel(
 
 @cache
 def _warps(arch: str, head_dim: int, fp32: bool) -> int:
-    """Half of the warps of `fused_decode`, whose tiles have twice as many heads: both add squares in the same order."""
+    """Half of the warps of `fused_decode`, whose tiles have twice as many heads: both add squares in the same order.
+
+    With a paged tile, `fused_decode` may have more warps. A thread still has as many components of a head
+    (test_compile_others.py).
+    """
     if arch == INTERPRETER or head_dim > MAX_HEAD_DIM:
         return 2
     return max(1, decode_tile(arch, head_dim, fp32=fp32).num_warps // 2)

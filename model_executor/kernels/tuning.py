@@ -30,6 +30,8 @@ class DecodeTile:
     num_stages: int
     programs: int
     """persistent programs per multiprocessor"""
+    paged: bool = False
+    """whether the page size is a multiple of `block_n`, so that a KV tile has consecutive slots"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,11 @@ _EXTEND = {
     INTERPRETER: {dim: ExtendTile(16, 16, 1, 1, 32) for dim in (64, 128, 256)},
 }
 _EXTEND["sm_89"] = _EXTEND["sm_80"] | {256: ExtendTile(64, 32, 8, 3)}
-# With one look-up for a KV tile, a tile takes one pipeline stage. For sm_90, a kernel with the same loop was measured.
+# With one look-up for a KV tile, a tile takes one pipeline stage. For sm_90, kernels with the same loops were measured.
+# Decode attention of heads up to 64 gains nothing. With fp8 KV it keeps a look-up for each slot.
+_DECODE_PAGED = {("sm_90", 128): DecodeTile(256, 64, 4, 3, 3, paged=True)} | {
+    (INTERPRETER, width): DecodeTile(32, 16, 1, 1, 3, paged=True) for width in (64, 128, 256)
+}
 _EXTEND_PAGED = {("sm_90", width): ExtendTile(128, 64, 8, 4, paged=True) for width in (64, 128)} | {
     (INTERPRETER, width): ExtendTile(16, 16, 1, 1, 32, paged=True) for width in (64, 128, 256)
 }
@@ -194,13 +200,19 @@ def _tuned_arch(arch: str) -> str:
     return "gfx942" if arch.startswith("gfx") else "sm_80"
 
 
-def decode_tile(arch: str, head_dim: int, *, fp32: bool = False, fp8: bool = False) -> DecodeTile:
-    """The tile of decode attention. `fp32`: whether queries are float32; `fp8`: whether the KV is float8."""
+def decode_tile(arch: str, head_dim: int, *, fp32: bool = False, fp8: bool = False, page_size: int = 1) -> DecodeTile:
+    """The tile of decode attention. `fp32`: whether queries are float32; `fp8`: whether the KV is float8.
+
+    page_size: of the KV pool, in slots. All page sizes have the same `split`.
+    """
     arch, width = _tuned_arch(arch), padded_head_dim(head_dim)
     plain = _DECODE[arch][width]
     if fp32:
         return _DECODE_FP32.get((arch, width), plain)
-    return _DECODE_FP8.get((arch, width), plain) if fp8 else plain
+    if fp8:
+        return _DECODE_FP8.get((arch, width), plain)
+    paged = _DECODE_PAGED.get((arch, width))
+    return paged if paged and page_size % paged.block_n == 0 else plain
 
 
 def extend_tile(arch: str, head_dim: int, fp8: bool = False, *, fp32: bool = False, page_size: int = 1) -> ExtendTile:

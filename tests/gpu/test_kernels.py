@@ -64,6 +64,7 @@ CASES = {
     "llama-8b-pages": case(BF16, 32, 8, 128, page_size=64),
     "llama-1b-pages": case(BF16, 32, 8, 64, page_size=64),
     "float16-pages-window": case(F16, 40, 8, 128, page_size=128, window=257),
+    "96-pages-cap": case(BF16, 8, 8, 96, page_size=64, soft_cap=30.0),
     "qwen3-14b-window": case(BF16, 40, 8, 128, window=257),
     "smollm2": case(BF16, 9, 3, 64),
     "many-heads": case(BF16, 71, 1, 64),
@@ -88,9 +89,13 @@ def problem(request: pytest.FixtureRequest) -> Problem:
 
 
 def tiles(p: Problem) -> tuple[DecodeTile, ExtendTile]:
-    arch, c, fp32 = arch_of(p.q_decode.device), p.case, p.case.dtype == F32
+    return tiles_of(p.case)
+
+
+def tiles_of(c: Case) -> tuple[DecodeTile, ExtendTile]:
+    arch, fp32 = arch_of(torch.device(DEVICE)), c.dtype == F32
     extend = extend_tile(arch, c.head_dim, c.fp8, fp32=fp32, page_size=c.page_size)
-    return decode_tile(arch, c.head_dim, fp32=fp32, fp8=c.fp8), extend
+    return decode_tile(arch, c.head_dim, fp32=fp32, fp8=c.fp8, page_size=c.page_size), extend
 
 
 def extend(p: Problem, pick: list[int]) -> list[torch.Tensor]:
@@ -115,8 +120,7 @@ def test_decode_in_one_kernel_has_the_bits_of_three(name: str, norm: bool) -> No
     case, everyone = CASES[name], list(range(len(LENS)))
     if not can_fuse_decode(case.num_heads, case.num_kv_heads, case.head_dim, case.dtype):
         return
-    tile = decode_tile(arch_of(torch.device(DEVICE)), case.head_dim, fp32=case.dtype == F32, fp8=case.fp8)
-    step = make_step(case, tile, norm=norm, device=DEVICE)
+    step = make_step(case, tiles_of(case)[0], norm=norm, device=DEVICE)
     wanted = step.apart()
     for _ in range(20):  # programs come in any order
         assert all(map(same_bits, step.fused(everyone), wanted))
@@ -127,6 +131,21 @@ def test_decode_in_one_kernel_has_the_bits_of_three(name: str, norm: bool) -> No
 def test_all_pairs_of_fp8_bytes_are_decoded() -> None:
     for form in (KV_FP8_SOFT.value, kv_format(torch.float8_e4m3fn, arch_of(torch.device(DEVICE)))):
         assert_pairs_are_decoded(form, DEVICE)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.page_size % 64 == 0])
+def test_one_look_up_for_a_tile_changes_no_bits(name: str) -> None:
+    """Both kernels of decode attention, with a paged tile, and with a look-up for each slot."""
+    tile = tiles_of(CASES[name])[0]
+    if not tile.paged:
+        return
+    paged, plain = (
+        make_step(CASES[name], dataclasses.replace(tile, paged=paged), norm=False, device=DEVICE)
+        for paged in (True, False)
+    )
+    everyone = list(range(len(LENS)))
+    for mine, wanted in ((paged.fused(everyone), plain.fused(everyone)), (paged.apart(), plain.apart())):
+        assert all(map(same_bits, mine, wanted))
 
 
 def test_extend_agrees_with_the_float64_twin(problem: Problem) -> None:

@@ -8,12 +8,25 @@ import pytest
 from compiled_attention import decode_launches, fused_launches, launch_decode
 from serving_shapes import SHAPES, Shape
 from triton.runtime.jit import JITFunction
-from triton_aot import TARGETS, assert_fits, assert_overlaps, assert_plan_holds, compile_launch
+from triton_aot import (
+    TARGETS,
+    Resources,
+    assert_fits,
+    assert_one_look_up,
+    assert_overlaps,
+    assert_plan_holds,
+    compile_launch,
+)
 
 from tercet.model_executor.kernels import decode_attention
-from tercet.model_executor.kernels.tuning import programs_that_fit
+from tercet.model_executor.kernels.tuning import decode_tile, programs_that_fit
 
 MIXED = [shape for shape in SHAPES if shape.head_dim == 128 and (shape.window or shape.num_heads == 32)]
+IN_PAGES = [
+    shape
+    for shape in SHAPES
+    if decode_tile("sm_90", shape.head_dim, fp32=shape.fp32, fp8=shape.fp8, page_size=64).paged
+]
 
 
 def check(arch: str, shape: Shape, *, mixed: bool) -> None:
@@ -37,6 +50,27 @@ def test_decode(arch: str, shape: Shape) -> None:
 @pytest.mark.parametrize("arch", TARGETS)
 def test_decode_in_a_step_with_prompts(arch: str, shape: Shape) -> None:
     check(arch, shape, mixed=True)
+
+
+def check_in_pages(resources: Resources, shape: Shape) -> None:
+    assert_fits(resources, "sm_90")
+    assert_overlaps(resources)
+    assert_plan_holds(resources, shape, page_size=64)
+    assert_one_look_up(resources)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("shape", IN_PAGES, ids=str)
+def test_decode_in_pages(shape: Shape, mixed: bool) -> None:
+    split, _ = decode_launches(shape, "sm_90", mixed=mixed, page_size=64)
+    check_in_pages(compile_launch(split, "sm_90"), shape)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", IN_PAGES, ids=str)
+def test_decode_in_one_kernel_in_pages(shape: Shape, norm: bool) -> None:
+    (launch,) = fused_launches(shape, "sm_90", norm=norm, page_size=64)
+    check_in_pages(compile_launch(launch, "sm_90"), shape)
 
 
 @pytest.mark.parametrize("name", ["32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x192-bfloat16"])
@@ -74,9 +108,10 @@ def test_decode_in_one_kernel(arch: str, name: str) -> None:
         assert_plan_holds(resources, shape)
 
 
-def test_one_kernel_orders_what_its_threads_and_programs_share() -> None:
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_one_kernel_orders_what_its_threads_and_programs_share(page_size: int) -> None:
     shape = next(shape for shape in SHAPES if str(shape) == "32x8x128-bfloat16")
-    (launch,) = fused_launches(shape, "sm_90", norm=False)
+    (launch,) = fused_launches(shape, "sm_90", norm=False, page_size=page_size)
     assembly = compile_launch(launch, "sm_90").assembly
     read, counted = assembly.index("cp.async.cg"), assembly.index("atom.global.gpu.acq_rel")
     # Threads wait for the stores of the new K and V before they go on to the queries and the pool.

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from compiled_attention import fused_launches
 from compiled_others import CALLS, CASES, assert_computes_as_meant, launches_of
+from serving_shapes import SHAPES
 from triton_aot import TARGETS, assert_fits, compile_launch
 
 from tercet.model_executor.kernels.tuning import decode_tile
@@ -39,6 +41,24 @@ def test_the_rotation_adds_squares_in_one_order_wherever_it_stores(arch: str) ->
     calls = ["rotary-16x8x128-norm", "rotary-16x8x128-norm-store", "rotary-16x8x128-norm-fp8"]
     layouts = [compile_launch(launch, arch).layouts for call in calls for launch in launches_of(call, arch)]
     assert [_components_of_a_thread(layout) for layout in layouts] == [{8}] * 3
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_the_rotation_adds_squares_in_the_order_of_decode_attention(page_size: int) -> None:
+    """Also where decode attention has more warps, for pages."""
+    shape = next(shape for shape in SHAPES if str(shape) == "16x8x128-bfloat16")
+    (fused,) = fused_launches(shape, "sm_90", norm=True, page_size=page_size)
+    (apart,) = launches_of("rotary-16x8x128-norm-store")
+    found = [_threads_of_a_head(compile_launch(launch, "sm_90").layouts) for launch in (fused, apart)]
+    assert found == [{("8", "8", "1")}] * 2
+
+
+def _threads_of_a_head(layouts: str) -> set[tuple[str, ...]]:
+    """Where the squares of a head are added: its components in a thread, its threads in a warp, and its warps."""
+    blocked = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*)\}>", layouts))
+    summed = re.findall(r"\(tensor<\d+x\d+xf32, (#blocked\w*)>\) -> tensor<\d+xf32, #ttg.slice<\{dim = 1", layouts)
+    assert summed
+    return {tuple(re.findall(r"(?:Thread|Warp|CTA) = \[\d+, (\d+)\]", blocked[layout])) for layout in summed}
 
 
 def test_components_that_are_apart_are_stored_apart() -> None:

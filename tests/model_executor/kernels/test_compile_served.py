@@ -97,6 +97,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[Flags, Launch]:
 def test_every_combination_compiles_and_fits(served: dict[Flags, Launch]) -> None:
     splits = {launch.kwargs["SPLITS"] for launch in served.values() if "SPLITS" in launch.kwargs}
     assert len(splits) == 3 and any("_fused_decode_kernel" in flags for flags in served)
+    paged = {flags[0] for flags in served if ("PAGED", True) in flags}
+    assert paged == {"extend_kernel", "_decode_split_kernel", "_fused_decode_kernel"}, "not in pages, as served"
     others = {flags_of(launch) for launch in compiled_elsewhere()}
     assert len(served.keys() & others) > 20, "the other tests compile none of these"
     for flags, launch in served.items():

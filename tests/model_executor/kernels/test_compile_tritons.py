@@ -15,9 +15,9 @@ import compiled_hopper
 import compiled_others
 import pytest
 import triton
-from compiled_attention import extend_launches, shape_of
+from compiled_attention import extend_launches, page_size_of, shape_of
 from serving_shapes import SHAPES
-from triton_aot import assert_fits, assert_overlaps, assert_plan_holds, compile_launch
+from triton_aot import assert_fits, assert_one_look_up, assert_overlaps, assert_plan_holds, compile_launch
 from tritons import TRITONS, compiled_with
 
 pytestmark = pytest.mark.timeout(1500)  # the first test of a Triton compiles every case
@@ -32,7 +32,9 @@ def test_products_and_copies_are_asynchronous(version: str, case: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         assert_overlaps(resources)
-        assert_plan_holds(resources, shape_of(case))
+        assert_plan_holds(resources, shape_of(case), page_size_of(case))
+        if page_size_of(case) > 1 and "merge" not in resources.kernel:
+            assert_one_look_up(resources)
 
 
 @pytest.mark.parametrize("case", compiled_fp8.CASES)

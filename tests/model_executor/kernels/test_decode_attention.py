@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
 
+from tercet.model_executor.attention.registry import PAGE_OF_KV_TILES
 from tercet.model_executor.kernels.primitives import KV_FP8_SOFT, reads_kv_in_pairs
-from tercet.model_executor.kernels.tuning import DecodeTile
+from tercet.model_executor.kernels.tuning import LESS_SHARED_MEMORY, DecodeTile, decode_tile
 
 TILES = [
     DecodeTile(split=16, block_n=16, num_warps=1, num_stages=1, programs=1),
@@ -62,6 +63,41 @@ def test_a_request_does_not_depend_on_the_batch(case: Case, tile: DecodeTile, da
         st.permutations(range(len(case.lens))).flatmap(lambda p: st.integers(1, len(p)).map(lambda n: p[:n]))
     )
     assert torch.equal(run_decode(problem, tile, list(pick)), everyone[list(pick)])
+
+
+@settings(max_examples=examples(40))
+@given(case=cases(), tile=st.sampled_from(TILES), tiles_of_page=st.integers(1, 3))
+@example(case=dataclasses.replace(PLAIN, lens=(90, 1, 37), extend_lens=(1, 1, 1)), tile=TILES[1], tiles_of_page=2)
+@example(case=dataclasses.replace(PLAIN, lens=(90, 37), window=20), tile=TILES[2], tiles_of_page=1)
+def test_one_look_up_for_a_tile_changes_no_bits(case: Case, tile: DecodeTile, tiles_of_page: int) -> None:
+    """The same requests, with a look-up for each slot. No tile of fp8 KV is paged."""
+    problem = build(dataclasses.replace(case, fp8=False, page_size=tiles_of_page * tile.block_n))
+    paged = run_decode(problem, dataclasses.replace(tile, paged=True))
+    assert paged.isfinite().all() and torch.equal(paged, run_decode(problem, tile))
+
+
+@pytest.mark.parametrize(
+    ("arch", "page_size", "options", "paged"),
+    [
+        ("sm_90", PAGE_OF_KV_TILES, {}, True),
+        ("sm_90", 2 * PAGE_OF_KV_TILES, {}, True),
+        ("sm_90", 1, {}, False),
+        ("sm_90", 32, {}, False),
+        ("sm_90", 96, {}, False),
+        ("sm_90", PAGE_OF_KV_TILES, {"fp8": True}, False),
+        ("sm_90", PAGE_OF_KV_TILES, {"fp32": True}, False),
+        *((arch, PAGE_OF_KV_TILES, {}, False) for arch in ("sm_80", "gfx942", *LESS_SHARED_MEMORY)),
+    ],
+)
+def test_a_tile_is_paged_where_pages_have_whole_tiles(
+    arch: str, page_size: int, options: dict[str, bool], paged: bool
+) -> None:
+    for head_dim in (64, 80, 96, 128, 256):
+        tile = decode_tile(arch, head_dim, page_size=page_size, **options)
+        plain = decode_tile(arch, head_dim, **options)
+        assert tile.paged is (paged and 64 < head_dim <= 128)
+        assert not plain.paged and tile.split == plain.split and tile.split % tile.block_n == 0
+        assert page_size % tile.block_n == 0 if tile.paged else tile == plain
 
 
 def test_the_number_of_programs_does_not_matter() -> None:

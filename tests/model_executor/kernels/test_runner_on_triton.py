@@ -43,17 +43,19 @@ def test_logits_equal_transformers(name, fuse_small_steps, tmp_path, monkeypatch
     check([3, 1, 2])
 
 
-def test_pages_of_whole_kv_tiles_change_no_bit(tmp_path, monkeypatch):
-    """Extend attention then finds a tile with one look-up, as on a GPU with the default page size."""
+@pytest.mark.parametrize("fuse_small_steps", [False, True])
+def test_pages_of_whole_kv_tiles_change_no_bit(fuse_small_steps, tmp_path, monkeypatch):
+    """Attention then finds a tile with one look-up, as on a GPU with the default page size."""
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
     config = load_model_config(save(make_model("qwen2_upper_window"), tmp_path))
     logits = []
     for page_size in (1, 32):
         runner = make_runner(
             config, dtype="bfloat16", max_total_tokens=320, max_running_requests=2, attention_backend="triton",
-            page_size=page_size,
+            page_size=page_size, fuse_small_steps=fuse_small_steps,
         )  # fmt: skip
-        assert runner.attention._extend_tile.paged == (page_size > 1)
+        tiles = runner.attention._decode_tile, runner.attention._extend_tile
+        assert [tile.paged for tile in tiles] == [page_size > 1] * 2
         driver = RunnerDriver(runner)
         ids = np.random.default_rng(1).integers(0, 131, 60)
         driver.extend({1: ids[:41], 2: ids[:9]}, new_rows=[driver.add(1), driver.add(2)])
