@@ -96,7 +96,7 @@ _EXTEND = {
 }
 _EXTEND["sm_89"] = _EXTEND["sm_80"] | {256: ExtendTile(64, 32, 8, 3)}
 # With one look-up for a KV tile, a tile takes one pipeline stage. For sm_90, kernels with the same loops were measured.
-# Decode attention of heads up to 64 gains nothing. With fp8 KV it keeps a look-up for each slot.
+# Decode attention of heads up to 64, or with fp8 KV, gains little or nothing.
 _DECODE_PAGED = {("sm_90", 128): DecodeTile(256, 64, 4, 3, 3, paged=True)} | {
     (INTERPRETER, width): DecodeTile(32, 16, 1, 1, 3, paged=True) for width in (64, 128, 256)
 }
