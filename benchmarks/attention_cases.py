@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..model_executor.attention.registry import PAGE_OF_KV_TILES
 from ..model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
 from ..model_executor.kernels.extend_attention import extend_attention, extend_attention_ref, extend_work
-from ..model_executor.kernels.tuning import arch_of, cdiv, decode_tile, extend_tile
+from ..model_executor.kernels.tuning import HOPPER_HEAD_DIMS, HOPPER_TILE, arch_of, cdiv, decode_tile, extend_tile
 from ..model_executor.kernels.work_map import split_map
 from .kernel_case import Case, CaseMaker, num_sets, poisoned, relative_error
 from .limits import causal_pairs
@@ -167,21 +167,32 @@ def _check_decode(heads: Heads) -> float:
 
 
 def extend_cases(heads: Heads, shapes: Sequence[tuple[int, int, int]]) -> list[CaseMaker]:
-    """Cases of the extend kernel. `shapes`: (requests, cached tokens of each, new tokens of each)."""
+    """Cases of the extend kernels. `shapes`: (requests, cached tokens of each, new tokens of each)."""
     return [
         CaseMaker(
-            "extend attention",
+            name,
             f"{heads.label}, {requests} x {new} new" + (f" after {prefix}" if prefix else ""),
-            partial(_extend_case, heads, requests, prefix, new),
-            partial(_check_extend, heads),
+            partial(_extend_case, heads, requests, prefix, new, is_hopper),
+            partial(_check_extend, heads, is_hopper),
         )
+        for name, is_hopper in _extend_kernels(heads).items()
         for requests, prefix, new in shapes
     ]
 
 
-def _extend_call(pool: _Pool, new: Sequence[int], q: torch.Tensor, out: torch.Tensor) -> Call:
+def _extend_kernels(heads: Heads) -> dict[str, bool]:
+    """The kernels that serving may use, by name; whether each is that of `--hopper-prefill`."""
+    kernels = {"extend attention": False}
+    if arch_of(heads.device) == "sm_90" and heads.kv_dtype == torch.bfloat16 and heads.head_dim in HOPPER_HEAD_DIMS:
+        kernels["extend attention with --hopper-prefill"] = True
+    return kernels
+
+
+def _extend_call(pool: _Pool, new: Sequence[int], q: torch.Tensor, out: torch.Tensor, is_hopper: bool) -> Call:
     heads = pool.heads
-    tile = extend_tile(arch_of(heads.device), heads.head_dim, heads.fp8, page_size=_PAGE)
+    tile = HOPPER_TILE
+    if not is_hopper:
+        tile = extend_tile(arch_of(heads.device), heads.head_dim, heads.fp8, page_size=_PAGE)
     new_lens = torch.tensor(new, device=heads.device)
     starts = F.pad(new_lens.cumsum(0), (1, 0))
     lens_host = pool.lens.cpu().numpy()
@@ -189,13 +200,21 @@ def _extend_call(pool: _Pool, new: Sequence[int], q: torch.Tensor, out: torch.Te
         starts, pool.lens, np.array(new, np.int32), lens_host, heads.num_heads, heads.num_kv_heads, tile
     )  # fmt: skip
     prefix_lens, longest = pool.lens - new_lens, int(lens_host.max())
+    if is_hopper:
+        # Imported here: a GPU of another kind need not have Gluon.
+        from ..model_executor.kernels.hopper_extend import hopper_extend_attention
+
+        return lambda: hopper_extend_attention(
+            q, pool.k, pool.v, pool.table, pool.rows, starts, prefix_lens, work, out,
+            sm_scale=heads.head_dim**-0.5, page_size=_PAGE,
+        )  # fmt: skip
     return lambda: extend_attention(
         q, pool.k, pool.v, pool.table, pool.rows, starts, prefix_lens, work, out,
         longest=longest, sm_scale=heads.head_dim**-0.5, tile=tile, **pool.scales,
     )  # fmt: skip
 
 
-def _extend_case(heads: Heads, requests: int, prefix: int, new: int) -> Case:
+def _extend_case(heads: Heads, requests: int, prefix: int, new: int, is_hopper: bool) -> Case:
     pool = _Pool(heads, [prefix + new] * requests)
     q = pool.queries(requests * new)
     baselines: list[Callable[[], object]] = []
@@ -206,18 +225,18 @@ def _extend_case(heads: Heads, requests: int, prefix: int, new: int) -> Case:
     return Case(
         num_bytes=requests * ((prefix + new) * heads.kv_bytes_per_token + 2 * new * heads.query_bytes),
         flops=4 * requests * pairs * heads.num_heads * heads.head_dim,
-        calls=[_extend_call(pool, [new] * requests, q, torch.empty_like(q))],
+        calls=[_extend_call(pool, [new] * requests, q, torch.empty_like(q), is_hopper)],
         baselines=_by_backend(baselines, heads.device),
     )
 
 
-def _check_extend(heads: Heads) -> float:
+def _check_extend(heads: Heads, is_hopper: bool) -> float:
     on_cpu = heads.device.type == "cpu"
     check_lens, check_new = (_CHECK_LENS_CPU, _CHECK_NEW_CPU) if on_cpu else (_CHECK_LENS, _CHECK_NEW)
     pool = _Pool(heads, check_lens)
     q = pool.queries(sum(check_new))
     out = poisoned(q.shape, heads.dtype, heads.device)
-    _extend_call(pool, check_new, q, out)()
+    _extend_call(pool, check_new, q, out, is_hopper)()
     new = torch.tensor(check_new)
     starts = F.pad(new.cumsum(0), (1, 0))
     reference = extend_attention_ref(

@@ -12,6 +12,7 @@ from serving_shapes import BATCH, CONTEXT, TOKENS, meta
 from triton_aot import SHARED_LIMIT, Launch, Resources, assert_fits, recorded
 
 from tercet.model_executor.kernels import hopper_extend as module
+from tercet.model_executor.kernels.tuning import HOPPER_TILE
 from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map
 
 SHAPES = {
@@ -33,7 +34,7 @@ def hopper_launches(name: str, *, by_unit: bool) -> list[Launch]:
     table = meta(BATCH, CONTEXT, dtype=torch.int32)
     out = meta(TOKENS, num_heads, head_dim, dtype=torch.bfloat16)
     with patch.object(module, "num_multiprocessors", lambda device: 132), recorded() as launches:
-        group, tile = num_heads // num_kv_heads, module.HOPPER_TILE
+        group, tile = num_heads // num_kv_heads, HOPPER_TILE
         if by_unit:
             work = query_split_map(meta(BATCH + 1), meta(BATCH), group, tile.block_m, tile.split, 1000)
         else:

@@ -9,7 +9,8 @@ import torch
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ...srt.errors import ModelNotSupported
 from ..forward_batch import ForwardBatch
-from ..kernels.hopper_extend import HOPPER_TILE, hopper_extend_attention
+from ..kernels.hopper_extend import hopper_extend_attention
+from ..kernels.tuning import HOPPER_TILE
 from ..kernels.work_map import WorkMap
 from .base import AttentionSpec
 from .triton_backend import TritonAttentionBackend

@@ -41,14 +41,9 @@ from .hopper_tiles import (
     view_of,
 )
 from .primitives import score_scales
-from .tuning import ExtendTile, num_multiprocessors
+from .tuning import HOPPER_HEAD_DIMS, HOPPER_PAGE, HOPPER_TILE, num_multiprocessors
 from .work_map import WorkMap
 
-HOPPER_TILE = ExtendTile(block_m=128, block_n=128, num_warps=4, num_stages=2, paged=True)
-"""num_warps: of one consumer; num_stages: KV tiles in shared memory."""
-HOPPER_PAGE = 64
-"""The page size must be a multiple. A box of TMA does not cross a page."""
-HOPPER_HEAD_DIMS = (64, 128)
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 _REGISTERS = 168
 """Registers of a thread before the groups divide them."""

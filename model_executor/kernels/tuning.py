@@ -132,6 +132,12 @@ _EXTEND_FP32 = {
         (256, ExtendTile(16, 32, 8, 1)),
     )
 } | {("gfx942", 128): ExtendTile(64, 32, 8, 1)}
+HOPPER_TILE = ExtendTile(128, 128, num_warps=4, num_stages=2, paged=True)
+"""The tile of `hopper_extend_attention`. num_warps: of one consumer; num_stages: KV tiles in shared memory."""
+HOPPER_PAGE = 64
+"""The page size of that kernel must be a multiple: a box of TMA does not cross a page."""
+HOPPER_HEAD_DIMS = (64, 128)
+"""The components of a head that it serves."""
 MAX_HEAD_DIM = 256
 _REGISTERS = 65_536
 

@@ -16,6 +16,7 @@ from .. import cpu_extension
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..cpu_calibration import ChosenTuning, resolve_tuning
 from ..device.dtypes import resolve_dtype
+from ..kernels.tuning import HOPPER_HEAD_DIMS, HOPPER_PAGE
 from ..layers.fp8_weight import FP8_FORMS
 from ..layers.onednn_layers import keeps_bits, part_shapes
 from ..models.family import family_of
@@ -239,9 +240,6 @@ def _check_hopper_prefill(
     """Raise ValueError where `hopper_extend_attention` does not run."""
     if backend != "triton" or not _is_hopper(device):
         raise ValueError("--hopper-prefill needs triton attention and an NVIDIA GPU of compute capability 9.0")
-    # Imported here: importing Triton takes half a second, and Gluon is needed only with the flag.
-    from ..kernels.hopper_extend import HOPPER_HEAD_DIMS, HOPPER_PAGE
-
     if dtype != torch.bfloat16 or kv_dtype != torch.bfloat16:
         names = [str(kind).removeprefix("torch.") for kind in (dtype, kv_dtype)]
         raise ValueError(f"--hopper-prefill needs bfloat16 for activations and KV, got {names[0]} and {names[1]}")

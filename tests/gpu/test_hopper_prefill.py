@@ -11,7 +11,8 @@ from attention_cases import Case, Problem, assert_close, build, expected_extend,
 from gpu_runners import LLAMA, make_runner, play
 from runner_driver import RunnerDriver, relative_error
 
-from tercet.model_executor.kernels.hopper_extend import HOPPER_TILE, hopper_extend_attention
+from tercet.model_executor.kernels.hopper_extend import hopper_extend_attention
+from tercet.model_executor.kernels.tuning import HOPPER_TILE
 from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map
 
 pytestmark = [

@@ -17,7 +17,7 @@ from tercet.model_executor.attention import hopper_backend
 from tercet.model_executor.attention.registry import HOPPER, create_attention_backend
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
 from tercet.model_executor.kernels.extend_attention import extend_attention_ref
-from tercet.model_executor.kernels.hopper_extend import HOPPER_TILE
+from tercet.model_executor.kernels.tuning import HOPPER_TILE
 from tercet.model_executor.kernels.work_map import WorkMap, query_tile_map_ref
 from tercet.model_executor.models.family import family_of
 from tercet.srt.errors import ModelNotSupported

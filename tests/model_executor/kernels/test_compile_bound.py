@@ -32,8 +32,9 @@ from tritons import TRITONS, run_tests_with
 
 from tercet.model_executor.kernels import bound as module
 from tercet.model_executor.kernels.bound import Bound
-from tercet.model_executor.kernels.hopper_extend import HOPPER_TILE, hopper_extend_attention
+from tercet.model_executor.kernels.hopper_extend import hopper_extend_attention
 from tercet.model_executor.kernels.rmsnorm import _rmsnorm_kernel, rmsnorm
+from tercet.model_executor.kernels.tuning import HOPPER_TILE
 from tercet.model_executor.kernels.work_map import WorkMap
 from tercet.srt.model_files.model_config import ModelConfig
 
