@@ -147,6 +147,15 @@ def parts(quick: bool) -> list[Part]:
             120 if quick else 300,
             580,
         ),
+        bench(
+            "one-batch-8b-hopper",
+            "Llama-3.1-8B: prompts with --hopper-prefill",
+            "bench_one_batch",
+            "--model-path llama-3.1-8b --batch-size 1 --context-len 1024 --num-steps 8 --prefill-len 512,4096,16384 "
+            "--hopper-prefill",
+            35,
+            150,
+        ),
         *sanitizer_parts(),
         *profile_parts(),
     ]

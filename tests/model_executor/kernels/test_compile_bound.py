@@ -5,6 +5,7 @@ The tests run under the environment's Triton, and in processes of their own unde
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from triton_interpreter import examples
 from tritons import TRITONS, run_tests_with
 
+from tercet.model_executor.attention.hopper_backend import HopperAttentionBackend
 from tercet.model_executor.kernels import bound as module
 from tercet.model_executor.kernels.bound import Bound
 from tercet.model_executor.kernels.hopper_extend import hopper_extend_attention
@@ -236,9 +238,11 @@ def test_a_bound_launch_takes_at_most_half_of_tritons_calls(monkeypatch: pytest.
             assert 0 < of_launch <= (calls["Triton"] - calls["none"]) / 2, (name, calls)
 
 
-def test_steps_enter_triton_once_for_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hopper_prefill", [False, True])
+def test_steps_enter_triton_once_for_each_kernel(hopper_prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, both kinds of row in one step, and decode: every launch is Triton's, and later steps do without it."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr("tercet.model_executor.runner.settings._is_hopper", lambda device: True)
     use_fake(monkeypatch, FakeAccelerator(), attention=None)
     bind = Bound.__getitem__
 
@@ -252,8 +256,9 @@ def test_steps_enter_triton_once_for_each_kernel(monkeypatch: pytest.MonkeyPatch
 
     with fake_gpu() as driver:
         runner = make_runner(
-            LLAMA, attention_backend="triton", dtype="bfloat16", disable_cuda_graph=True, max_running_requests=4,
-            max_total_tokens=64, max_prefill_tokens=64,
+            dataclasses.replace(LLAMA, head_dim=64), attention_backend="triton", dtype="bfloat16", page_size=64,
+            disable_cuda_graph=True, max_running_requests=4, max_total_tokens=256, max_prefill_tokens=64,
+            hopper_prefill=hopper_prefill,
         )  # fmt: skip
         steps = RunnerDriver(runner)
         new_rows = [steps.add(row) for row in (1, 2)]
@@ -269,6 +274,7 @@ def test_steps_enter_triton_once_for_each_kernel(monkeypatch: pytest.MonkeyPatch
             serve()
         assert driver.launches[::2] == driver.launches[1::2]
         assert len({launch.function for launch in driver.launches}) > 10
+        assert isinstance(runner.attention, HopperAttentionBackend) == hopper_prefill
         with patch.object(JITFunction, "run", None):
             serve()
 
