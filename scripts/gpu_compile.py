@@ -33,6 +33,7 @@ from tercet.model_executor.kernels import (  # noqa: E402
     extend_attention,
     fp8_linear,
     fused_decode,
+    hopper_extend,
     rotary,
     skinny_linear,
     tuning,
@@ -93,7 +94,7 @@ def as_if_on(arch: str, num_multiprocessors: int, patch: pytest.MonkeyPatch) -> 
     with patch.context() as inner:
         for module in _THAT_ASK_FOR_THE_DEVICE:
             inner.setattr(module, "arch_of", lambda device: arch)
-        for module in (tuning, extend_attention, decode_attention):
+        for module in (tuning, extend_attention, decode_attention, hopper_extend):
             inner.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
         inner.setattr(settings, "_has_dependent_launch", lambda device: True)
         yield
