@@ -20,6 +20,8 @@ from tercet.benchmarks.peers.models import make_toy
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 64
+NUM_ATTEMPTS = 5
+"""All streams may have ended before the kill, if this process has waited for a core."""
 
 
 class Answer(NamedTuple):
@@ -53,8 +55,8 @@ def bodies() -> list[dict[str, Any]]:
         elif kind == 3:
             sampling |= {"temperature": 1.0, "sampling_seed": index, "no_stop_trim": index > 8}
             sampling |= {"stop": ["impossible text", "xx", "the the"] if index % 8 == 3 else [" the", "qu", "!"]}
-        if index % 16 == 0:
-            sampling["max_new_tokens"] = 1600  # they have not ended when the engine is killed, on a fast machine too
+        if index % 16 == 12:
+            sampling["max_new_tokens"] = 1600  # they have not ended when the engine is killed
         if index == 5:
             sampling["n"] = 2
         body = {"text": f"Once upon a time there were {index} kings", "sampling_params": sampling}
@@ -99,19 +101,22 @@ def recoveries(streams: Sequence[Stream]) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("roles", [["scheduler"], ["detokenizer"], ["scheduler", "scheduler"]], ids=str)
 def test_streams_go_on_after_a_kill(server: ServerProcess, undisturbed: list[Answer], roles: list[str]) -> None:
-    streams = start(server)
-    whole = Stream(server, "/generate", {**bodies()[0]}, streamed=False)
-    assert all(stream.begun.wait(PATIENCE_S) for stream in streams)
-    for role in roles:
-        num_restarts = server.log.count("The engine runs again")
-        os.kill(server.children[role], signal.SIGKILL)
-        while server.log.count("The engine runs again") == num_restarts:
-            time.sleep(0.01)
-    assert [answer_of(stream.wait()) for stream in streams] == undisturbed
+    for _ in range(NUM_ATTEMPTS):
+        streams = start(server)
+        whole = Stream(server, "/generate", {**bodies()[0]}, streamed=False)
+        assert all(stream.begun.wait(PATIENCE_S) for stream in streams)
+        for role in roles:
+            num_restarts = server.log.count("The engine runs again")
+            os.kill(server.children[role], signal.SIGKILL)
+            while server.log.count("The engine runs again") == num_restarts:
+                time.sleep(0.01)
+        assert [answer_of(stream.wait()) for stream in streams] == undisturbed
+        whole.wait()
+        answer = json.loads(whole.data[0])
+        assert (answer["text"], answer["output_ids"]) == (undisturbed[0].texts[0], undisturbed[0].ids[0])
+        if recoveries(streams):
+            break
     assert recoveries(streams) > 0
-    whole.wait()
-    answer = json.loads(whole.data[0])
-    assert (answer["text"], answer["output_ids"]) == (undisturbed[0].texts[0], undisturbed[0].ids[0])
     with server.client() as client:
         info = client.get("/server_info").json()
     assert info["num_engine_restarts"] >= len(roles) and info["num_fatal_samples"] == 0
