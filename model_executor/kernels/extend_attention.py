@@ -107,13 +107,9 @@ def extend_attention(
     `decode_attention`.
     """
     _, num_heads, head_dim = q.shape
-    slots, num_kv_heads, _ = k_buffer.shape
+    num_kv_heads = k_buffer.shape[1]
     batch = prefix_lens.shape[0]
-    assert q.stride(2) == 1 and out.is_contiguous() and out.shape == q.shape
-    assert k_buffer.is_contiguous() and v_buffer.is_contiguous()
-    assert k_buffer.shape == v_buffer.shape == (slots, num_kv_heads, head_dim)
-    assert num_heads % num_kv_heads == 0
-    assert req_to_token.stride(1) == 1 and req_to_token.dtype == torch.int32
+    check_operands(q, k_buffer, v_buffer, req_to_token, out)
     assert rows.shape == prefix_lens.shape == (batch,)
     assert extend_start_loc.shape == work.starts.shape == (batch + 1,)
     assert window is None or window > 0
@@ -174,6 +170,19 @@ def extend_attention(
             part_top, part_total, part_o, extend_start_loc, prefix_lens, work, out, num_heads=num_heads, tile=tile,
             window=window, v_scale=v_scale,
         )  # fmt: skip
+
+
+def check_operands(
+    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, req_to_token: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Assert the shapes, strides and types that `extend_attention` asks of these arguments."""
+    _, num_heads, head_dim = q.shape
+    slots, num_kv_heads, _ = k_buffer.shape
+    assert q.stride(2) == 1 and out.is_contiguous() and out.shape == q.shape
+    assert k_buffer.is_contiguous() and v_buffer.is_contiguous()
+    assert k_buffer.shape == v_buffer.shape == (slots, num_kv_heads, head_dim)
+    assert num_heads % num_kv_heads == 0
+    assert req_to_token.stride(1) == 1 and req_to_token.dtype == torch.int32
 
 
 def merge_units(

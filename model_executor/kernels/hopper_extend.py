@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bound import bound
-from .extend_attention import merge_units
+from .extend_attention import check_operands, merge_units
 from .hopper_tiles import (
     advance,
     attend,
@@ -253,12 +253,8 @@ def hopper_extend_attention(
     _, num_heads, head_dim = q.shape
     slots, num_kv_heads, _ = k_buffer.shape
     tile, box = HOPPER_TILE, min(page_size, HOPPER_TILE.block_n)
-    assert head_dim in HOPPER_HEAD_DIMS and num_heads % num_kv_heads == 0
-    assert q.dtype == k_buffer.dtype == v_buffer.dtype == torch.bfloat16
-    assert q.stride(2) == 1 and out.is_contiguous() and out.shape == q.shape
-    assert k_buffer.is_contiguous() and v_buffer.is_contiguous()
-    assert k_buffer.shape == v_buffer.shape == (slots, num_kv_heads, head_dim)
-    assert req_to_token.stride(1) == 1 and req_to_token.dtype == torch.int32
+    check_operands(q, k_buffer, v_buffer, req_to_token, out)
+    assert head_dim in HOPPER_HEAD_DIMS and q.dtype == k_buffer.dtype == v_buffer.dtype == torch.bfloat16
     assert page_size % HOPPER_PAGE == 0 == page_size % box and slots % box == 0
     assert work.tile == tile.block_m and work.split in (None, tile.split)
     width, group, batch = num_kv_heads * head_dim, num_heads // num_kv_heads, len(prefix_lens)
