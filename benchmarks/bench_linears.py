@@ -84,12 +84,13 @@ class Kind:
 def kinds_here(config: ModelConfig) -> dict[str, Kind]:
     """The kinds that this processor and this model support, by name."""
     float32, bfloat16 = torch.float32, torch.bfloat16
+    has_groups = all(k % GROUP == 0 for _, _, k in weight_shapes(config))
     kinds = []
     if cpu_extension.multiplies(float32):
         layers = layers_for("cpu", float32)
         kinds += [Kind("fp32", layers, float32), Kind("bf16 in fp32", layers, float32, weight_dtype=bfloat16)]
         dtype = resolve_dtype("auto", None, _CPU)
-        if all(k % GROUP == 0 for _, _, k in weight_shapes(config)):
+        if has_groups:
             kinds += [Kind(f"{form} in fp32", layers, float32, form, is_widened=True) for form in BITS_PER_WEIGHT]
             kinds += [Kind(form, layers_for("cpu", dtype, quantized=True), dtype, form) for form in BITS_PER_WEIGHT]
     if cpu_extension.multiplies(bfloat16):
@@ -97,6 +98,9 @@ def kinds_here(config: ModelConfig) -> dict[str, Kind]:
         if torch.ops.tercet_cpu.multiplies_bfloat16():
             layers = layers_for("cpu", bfloat16, compact=True)
             kinds.append(Kind("compact bf16", layers, bfloat16, is_compact=True))
+            if has_groups:
+                layers = layers_for("cpu", bfloat16)
+                kinds += [Kind(f"{form} in bf16", layers, bfloat16, form, is_widened=True) for form in BITS_PER_WEIGHT]
     kinds += [
         Kind(f"oneDNN {name}", TorchLayers(), dtype)
         for name, dtype in (("fp32", float32), ("bf16", bfloat16))

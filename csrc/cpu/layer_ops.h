@@ -8,6 +8,7 @@
 #include "norm.h"
 #include "op_checks.h"
 #include "quantized.h"
+#include "rounded.h"
 #include "widened.h"
 
 namespace tercet {
@@ -29,7 +30,7 @@ Packed<T, X> packed_weight(const Tensor& x, const Tensor& packed, const optional
   return {packed.const_data_ptr<T>(), data_or_null<float>(bias), k};
 }
 
-/// `Weight`: QuantizedPacked or WidenedPacked
+/// `Weight`: QuantizedPacked, WidenedPacked or RoundedPacked
 template <typename Weight>
 Weight quantized_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
   const int64_t k = x.size(1);
@@ -74,8 +75,21 @@ inline Tensor widened_rows(const Tensor& x) {
   return floats;
 }
 
-/// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type, or is compact; under an x of float
-/// it may also be bfloat16, or quantised, which its bytes per group tell. Numbers of x may be widened to float.
+/// Calls f(X(), numbers of x, weight) with a quantised weight whose numbers are converted to X, the type of x. Its bytes
+/// per group tell how many bits it has. `Kind`: WidenedPacked or RoundedPacked
+template <template <typename> typename Kind, typename X, typename F>
+void with_stored_weight(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
+  const auto call = [&]<typename Weight>() {
+    f(X(), x.const_data_ptr<X>(), quantized_weight<Weight>(x, packed, bias, columns));
+  };
+  using Int4 = Kind<Int4Weights>;
+  packed.size(-1) == Int4::kGroupBytes ? call.template operator()<Int4>()
+                                       : call.template operator()<Kind<Int8Weights>>();
+}
+
+/// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type, or is compact or quantised;
+/// under an x of float it may also be bfloat16. Numbers of x may be widened to float.
 template <typename F>
 void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
@@ -92,14 +106,17 @@ void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& 
       f(at::BFloat16(), x.const_data_ptr<at::BFloat16>(), weight);
     }
   } else if (packed.scalar_type() == at::kByte) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat, "x of quantised weights must be float, got ", x.scalar_type());
     TORCH_CHECK(x.size(1) % kGroup == 0, "rows of x must be whole groups");
-    const auto call = [&]<typename Weight>() {
-      f(float(), x.const_data_ptr<float>(), quantized_weight<Weight>(x, packed, bias, columns));
-    };
-    using Int4 = WidenedPacked<Int4Weights>;
-    packed.size(-1) == Int4::kGroupBytes ? call.template operator()<Int4>()
-                                         : call.template operator()<WidenedPacked<Int8Weights>>();
+    if (x.scalar_type() == at::kFloat) {
+      with_stored_weight<WidenedPacked, float>(x, packed, bias, columns, f);
+      return;
+    }
+    TORCH_CHECK(
+        kMultipliesBFloat16 && !Tuning::get().widens_bfloat16 && x.scalar_type() == at::kBFloat16,
+        "x of quantised weights must be float, or bfloat16 with products of bfloat16; got ", x.scalar_type());
+#ifdef __AVX512BF16__
+    with_stored_weight<RoundedPacked, at::BFloat16>(x, packed, bias, columns, f);
+#endif
   } else if (x.scalar_type() == at::kBFloat16 && Tuning::get().widens_bfloat16) {
     const auto weight = packed_weight<at::BFloat16, float>(x, packed, bias, columns);
     f(at::BFloat16(), widened_rows(x).const_data_ptr<float>(), weight);

@@ -143,7 +143,6 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     on_cpu = device.type == "cpu"
     dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
     backend = resolve_attention_backend(server_args.attention_backend, device)
-    weights = resolve_weights(dtype, config, backend, server_args.quantization)
     check_quantization(server_args.quantization, backend, device)
     if server_args.fuse_small_steps and (backend != "triton" or dtype == torch.float16):
         raise ValueError(
@@ -158,8 +157,6 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         raise ValueError(
             "--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute capability 9.0 or higher"
         )
-    if server_args.fuse_small_steps and weights.forms:
-        raise ValueError("--fuse-small-steps has no kernels for fp8 weights: leave it out")
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
@@ -174,6 +171,9 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     if server_args.hopper_prefill:
         _check_hopper_prefill(backend, device, dtype, kv_dtype, config.head_dim, page_size)
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
+    weights = resolve_weights(dtype, config, backend, server_args.quantization, cpu_kernels)
+    if server_args.fuse_small_steps and weights.forms:
+        raise ValueError("--fuse-small-steps has no kernels for fp8 weights: leave it out")
     linears = resolve_linears(cpu_kernels, dtype, weights, config)
     return RunnerSettings(
         device=device,
@@ -205,12 +205,19 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     )
 
 
-def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quantization: str | None) -> WeightTypes:
-    """How matrices are kept in memory.
+def resolve_weights(
+    dtype: torch.dtype,
+    config: ModelConfig,
+    backend: str,
+    quantization: str | None,
+    chosen: ChosenTuning | None,
+) -> WeightTypes:
+    """How matrices are kept in memory. `chosen`: the tuning of the compiled CPU operations; None without them.
 
-    A CPU that computes in float32 keeps them as their file stores them, in bfloat16 or quantized, if the compiled
-    operations can widen all of them to float32 when they multiply. That changes no bit of a result. Otherwise matrices
-    have the type of the activations, `dtype`, or the form of the setting `quantization`.
+    Matrices have the form of the setting `quantization`. Without it, a CPU keeps them as their file stores them if the
+    compiled operations can convert all of them to the type of the activations, `dtype`, when they multiply: from
+    quantized forms to `dtype`, or from bfloat16 to float32. That changes no bit of a result. Otherwise matrices have
+    the type `dtype`.
 
     With the backend triton, fp8 weights stay as their file stores them. Elsewhere they are widened to `dtype`.
 
@@ -220,13 +227,21 @@ def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quant
         return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
         return WeightTypes(dtype, quantized_forms(config, quantization))
-    if dtype != torch.float32 or backend != "cpu":
+    if chosen is None:
         return WeightTypes(dtype, {})
-    # Rows of bfloat16 must be whole words of 32 bits.
-    has_whole_words = config.hidden_size % 2 == config.intermediate_size % 2 == 0
-    if has_whole_words and stored_matrix_dtype(config) == torch.bfloat16:
-        return WeightTypes(torch.bfloat16, {})
+    if dtype == torch.float32:
+        # Rows of bfloat16 must be whole words of 32 bits.
+        has_whole_words = config.hidden_size % 2 == config.intermediate_size % 2 == 0
+        if has_whole_words and stored_matrix_dtype(config) == torch.bfloat16:
+            return WeightTypes(torch.bfloat16, {})
+    elif not _multiplies_natively(dtype, chosen) or chosen.tuning.prefers_onednn(dtype):
+        return WeightTypes(dtype, {})
     return WeightTypes(dtype, stored_forms(config))
+
+
+def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:
+    """Whether linear layers multiply bfloat16, the type of the activations, without widening it."""
+    return dtype == torch.bfloat16 and cpu_extension.multiplies(dtype) and chosen.tuning.bfloat16 == "native"
 
 
 def _has_dependent_launch(device: torch.device) -> bool:
@@ -290,8 +305,7 @@ def uses_onednn(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, 
 
 def uses_compact(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig) -> bool:
     """Whether weights of bfloat16 are compact: the processor multiplies them, and reading them limits decode steps."""
-    multiplied = dtype == weights.dtype == torch.bfloat16 and not weights.forms and cpu_extension.multiplies(dtype)
-    if not multiplied or chosen.tuning.bfloat16 != "native" or chosen.tuning.compact == "never":
+    if not _multiplies_natively(dtype, chosen) or weights.forms or chosen.tuning.compact == "never":
         return False
     is_large = sum(parameter_bytes(config, dtype.itemsize, forms={}).values()) >= _LARGE_BYTES
     return is_large or chosen.tuning.compact == "always"

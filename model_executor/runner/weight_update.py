@@ -128,7 +128,9 @@ class WeightUpdater:
     def _settings_for(self, config: ModelConfig) -> RunnerSettings:
         """The settings with the types of the new matrices. Their file may store other types than the old one."""
         settings = self._settings
-        weights = resolve_weights(settings.dtype, config, settings.attention_backend, settings.quantization)
+        weights = resolve_weights(
+            settings.dtype, config, settings.attention_backend, settings.quantization, settings.cpu_kernels
+        )
         linears = resolve_linears(settings.cpu_kernels, settings.dtype, weights, config)
         return dataclasses.replace(
             settings,

@@ -47,7 +47,7 @@ class ModelSettings:
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting(
             "Data type of weights, activations and KV; auto: float16 or bfloat16 on a GPU, bfloat16 or float32 on a "
-            "CPU; with float32, matrices in the memory of a CPU keep the data type of their file"
+            "CPU; a CPU keeps matrices in the data type of their file if its kernels can convert it"
         ),
     ] = "auto"
     quantization: Annotated[

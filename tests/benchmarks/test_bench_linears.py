@@ -27,7 +27,7 @@ def test_every_kind_is_right_and_timed(tmp_path: Path, capsys: pytest.CaptureFix
     for one in cases:
         assert one["seconds"] > 0 and one["limit_s"] > 0 and one["limited_by"]
         bounds = {"int8": 0.02, "int4": 0.2, "bf16": 1e-2, "compact bf16": 1e-2, "oneDNN bf16": 1e-2}
-        most = bounds.get(one["kind"].removesuffix(" in fp32"), 1e-5)
+        most = bounds.get(one["kind"].removesuffix(" in fp32").removesuffix(" in bf16"), 1e-5)
         assert most / 1000 < one["relative_error"] < most
 
 

@@ -1,0 +1,185 @@
+// Linear layers over quantised weights for rows of bfloat16. x is not quantised: every weight is rounded to the bfloat16
+// next to the float that it stands for. So a row's sums have the bits that the dequantised weight in bfloat16 gives, and
+// memory holds 4 or 8 bits of each weight.
+#pragma once
+
+#include <array>
+
+#include "quantized.h"
+
+namespace tercet {
+
+#ifdef __AVX512BF16__
+/// A packed weight as in `QuantizedPacked`, for rows of bfloat16.
+template <typename Weights>
+struct RoundedPacked {
+  using D = Dot<Weights>;
+  using Product = Dot<at::BFloat16>;
+  static constexpr int64_t kGroupBytes = QuantizedPacked<Weights>::kGroupBytes;
+  static constexpr int64_t kMaxRows = tercet::kMaxRows;
+  static constexpr int64_t kWholeRows = kMaxRows;
+  static constexpr int64_t kFewRows = 0;  // several panels at once would need more registers
+  static constexpr int64_t kPerWord = Product::kPerWord;
+
+  const uint8_t* panels;
+  const float* bias;
+  int64_t k;
+
+  /// A chunk of a panel. is_kept: the first piece of rows unpacks it, and the others read it from the cache.
+  struct Opened {
+    const uint8_t* groups;
+    bool is_kept;
+    bool is_unpacked = false;
+  };
+
+  int64_t row_bytes() const { return k * sizeof(at::BFloat16); }
+  static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
+  int64_t panel_distance() const { return panel_bytes(k); }
+
+  Opened open(int64_t panel, Chunk chunk, int64_t rows, Prefetch) const {
+    return {panels + panel_bytes(panel * k + chunk.begin), rows > kMaxRows};
+  }
+
+  template <int kRows>
+  void multiply(
+      const at::BFloat16* x, int64_t first, Chunk chunk, Opened& opened, RowSums* sums, Prefetch prefetch) const {
+    x += first * k + chunk.begin;
+    at::BFloat16* unpacked = chunk_of_numbers();
+    if (opened.is_unpacked) {
+      multiply_chunk<Product, kRows>(x, k, unpacked, chunk.size(), sums, chunk.begin == 0, prefetch);
+    } else {
+      unpack_and_multiply<kRows>(x, chunk, opened, unpacked, sums, prefetch);
+      opened.is_unpacked = opened.is_kept;
+    }
+  }
+
+ private:
+  static constexpr int64_t kFours = kGroup / D::kPerWord;
+  static_assert(D::kPerWord == 2 * kPerWord);
+
+  /// Memory of this thread for a chunk of a panel, the same for every number of rows.
+  static at::BFloat16* chunk_of_numbers() {
+    alignas(64) static thread_local at::BFloat16 numbers[Tuning::kMaxChunk * kPanel];
+    return numbers;
+  }
+
+  /// What turns the values of a group into weights, of the left and of the right columns.
+  struct Scales {
+    Floats scales[2], minima[2];
+
+    explicit Scales(const uint8_t* group) {
+      const auto* header = reinterpret_cast<const at::Half*>(group);
+      const FloatPair scale = load_pair(header), minimum = load_pair(header + (D::kHasMin ? kPanel : 0));
+      scales[0] = to_floats(scale.left);
+      scales[1] = to_floats(scale.right);
+      minima[0] = to_floats(minimum.left);
+      minima[1] = to_floats(minimum.right);
+    }
+  };
+
+  /// Unpacks a group while the one before is multiplied. The products keep the units busy that multiply, and most of
+  /// unpacking uses the others. If each word was unpacked just before its products, it would wait behind the products
+  /// before it.
+  template <int kRows>
+  void unpack_and_multiply(
+      const at::BFloat16* x,
+      Chunk chunk,
+      const Opened& opened,
+      at::BFloat16* unpacked,
+      RowSums* sums,
+      Prefetch prefetch) const {
+    const RowPointers<at::BFloat16, kRows> rows(x, k);
+    Floats part[kRows][2];
+    if (chunk.begin == 0)
+      unrolled<2 * kRows>([&](auto i) { part[i / 2][i % 2] = Floats{}; });
+    else
+      unrolled<2 * kRows>([&](auto i) { part[i / 2][i % 2] = sums[i / 2][i % 2]; });
+    Prefetcher prefetcher = prefetch.start();
+    const uint8_t* packed = opened.groups;
+    const int64_t groups = chunk.size() / kGroup;
+    // Without other pieces of rows, two groups take turns in the L1 cache.
+    const int64_t places = opened.is_kept ? groups : 2;
+    const auto place = [=](int64_t g) { return unpacked + g % places * (kGroup * kPanel); };
+    const auto multiply_group = [&](int64_t g, auto has_next) __attribute__((always_inline)) {
+      const at::BFloat16* from = place(g);
+      at::BFloat16* to = place(g + 1);
+      const uint8_t* next = packed + (g + has_next) * kGroupBytes;
+      const Scales scales(next);
+      for (int64_t four = 0; four < kFours; ++four) {
+        prefetcher(2);
+        if constexpr (has_next) unpack_four(next, four, scales, to);
+#pragma GCC unroll 2
+        for (int word = 0; word < 2; ++word) {
+          const int64_t at = D::kPerWord * four + kPerWord * word;
+          __m512i left, right;
+          Product::load(from + at * kPanel, 0, left, right);
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) {
+            const auto numbers = Product::broadcast(rows.at(r, g * kGroup + at), 0);
+            Product::add(part[r][0], numbers, left);
+            Product::add(part[r][1], numbers, right);
+          }
+        }
+      }
+    };
+    const Scales scales(packed);
+    for (int64_t four = 0; four < kFours; ++four) unpack_four(packed, four, scales, place(0));
+    for (int64_t g = 0; g < groups - 1; ++g) multiply_group(g, std::true_type());
+    multiply_group(groups - 1, std::false_type());
+    add_part<false>(sums, part);
+  }
+
+  /// Unpacks four numbers of all columns, two words: `to` is the panel of the group as bfloat16.
+  [[gnu::always_inline]] static void unpack_four(
+      const uint8_t* group, int64_t four, const Scales& scales, at::BFloat16* to) {
+    const uint8_t* words = group + D::kHeaderBytes + four * D::kWordBytes;
+    to += D::kPerWord * four * kPanel;
+#pragma GCC unroll 2
+    for (int at = 0; at < D::kPerWord; at += kPerWord)
+#pragma GCC unroll 2
+      for (int side = 0; side < 2; ++side)
+        _mm512_store_si512(
+            to + (at + side) * kPanel, unpack_word(words, at, side, scales.scales[side], scales.minima[side]));
+  }
+
+  /// Numbers `at` and at + 1 of a word of four, of the left or of the right columns.
+  [[gnu::always_inline]] static __m512i unpack_word(
+      const uint8_t* words, int at, int side, Floats scales, Floats minima) {
+    Floats numbers[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const Floats values = D::kHasMin ? values_of_4_bits(words, 8 * (at + i) + 4 * side, i == 0)
+                                       : values_of_8_bits(words + side * sizeof(__m512i), 8 * (at + i));
+      numbers[i] = values * scales;
+      // The product is exact, so it does not matter whether the addition is fused with it.
+      if constexpr (D::kHasMin) numbers[i] += minima;
+    }
+    // First 16 numbers, then their 16 neighbours.
+    const auto rounded = _mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+    alignas(64) static constexpr std::array<uint16_t, kPanel> kNeighbours = [] {
+      std::array<uint16_t, kPanel> places{};
+      for (int i = 0; i < kPanel; ++i) places[i] = i / 2 + i % 2 * kLanes;
+      return places;
+    }();
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kNeighbours.data()), (__m512i)rounded);
+  }
+
+  /// The bits `place` to place + 3 of each word. A processor shifts with other units than it permutes with, so half of
+  /// the values are looked up.
+  [[gnu::always_inline]] static Floats values_of_4_bits(const uint8_t* words, int place, bool look_up) {
+    const __m512i bits = _mm512_loadu_si512(words);
+    if (!look_up) return (Floats)_mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_slli_epi32(bits, 28 - place), 28));
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32(bits, place), values);  // reads the lowest 4 bits of an index
+  }
+
+  /// The byte at bit `place` of each word, which is stored as weight + 128.
+  [[gnu::always_inline]] static Floats values_of_8_bits(const uint8_t* words, int place) {
+    static_assert(!kOddBytesAreSigned);
+    const __m512i bits = _mm512_xor_si512(_mm512_loadu_si512(words), _mm512_set1_epi8(-128));
+    return (Floats)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bits, 24 - place), 24));
+  }
+};
+#endif
+
+}  // namespace tercet
