@@ -39,7 +39,8 @@ def interleave_halves(array, num_heads):
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(array.shape)
 
 
-def write_gguf(path, model, arch, *, kind=Kind.F32, drop=(), beside=None):
+def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=None):
+    """`kind`: of all matrices. `kinds`: of others, by name. `drop`: names that are left out. `beside`: more tensors."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -66,7 +67,7 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, drop=(), beside=None):
             array = interleave_halves(array, config.num_attention_heads)
         if arch == "llama" and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
-        used = kind if array.ndim == 2 else Kind.F32
+        used = (kinds or {}).get(name, kind) if array.ndim == 2 else Kind.F32
         writer.add_tensor(gguf_name(name), gguf.quantize(array, used), raw_dtype=used)
     for name, array in (beside or {}).items():
         writer.add_tensor(name, array)

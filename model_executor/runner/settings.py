@@ -215,8 +215,8 @@ def resolve_weights(
     """How matrices are kept in memory. `chosen`: the tuning of the compiled CPU operations; None without them.
 
     Matrices have the form of the setting `quantization`. Without it, a CPU keeps them as their file stores them if the
-    compiled operations can convert all of them to the type of the activations, `dtype`, when they multiply: from
-    quantized forms to `dtype`, or from bfloat16 to float32. That changes no bit of a result. Otherwise matrices have
+    compiled operations can convert them to the type of the activations, `dtype`, when they multiply: each one that is
+    quantized, or all if they are bfloat16 and `dtype` is float32. That changes no bit of a result. Other matrices have
     the type `dtype`.
 
     With the backend triton, fp8 weights stay as their file stores them. Elsewhere they are widened to `dtype`.
@@ -305,10 +305,16 @@ def uses_onednn(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, 
 
 def uses_compact(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig) -> bool:
     """Whether weights of bfloat16 are compact: the processor multiplies them, and reading them limits decode steps."""
-    if not _multiplies_natively(dtype, chosen) or weights.forms or chosen.tuning.compact == "never":
+    if not _multiplies_natively(dtype, chosen) or chosen.tuning.compact == "never":
         return False
-    is_large = sum(parameter_bytes(config, dtype.itemsize, forms={}).values()) >= _LARGE_BYTES
-    return is_large or chosen.tuning.compact == "always"
+    head = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    sizes = parameter_bytes(config, dtype.itemsize, forms={})
+    multiplied = [
+        sizes[parameter.name]
+        for parameter in family_of(config).parameters(config)
+        if (is_linear(parameter) or parameter.name == head) and parameter.name not in weights.forms
+    ]
+    return sum(multiplied) >= _LARGE_BYTES or (bool(multiplied) and chosen.tuning.compact == "always")
 
 
 def weight_bytes(settings: RunnerSettings, config: ModelConfig) -> int:

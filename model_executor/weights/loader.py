@@ -90,8 +90,8 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
 def stored_forms(config: ModelConfig) -> dict[str, str]:
     """The quantized form of each matrix of a GGUF file that has exactly the stored values, by parameter.
 
-    It is empty unless all matrices have one. An embedding that is not the output head is left out, because only rows of
-    it are read. Raises as `load_parameters` does.
+    Matrices without such a form are left out. So is an embedding that is not the output head, because only rows of it
+    are read. Raises as `load_parameters` does.
     """
     if config.load_format != "gguf":
         return {}
@@ -106,8 +106,6 @@ def stored_forms(config: ModelConfig) -> dict[str, str]:
             if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):
                 forms[name] = form
                 break
-        else:
-            return {}
     return forms
 
 

@@ -20,6 +20,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.cpu_calibration import ChosenTuning, default_tuning
 from tercet.model_executor.layers import packing
 from tercet.model_executor.layers.packing import gated_panels_of, panels_of
+from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.runner.settings import WeightTypes, uses_compact
 from tercet.model_executor.weights import packed_cache, packed_file
@@ -149,7 +150,9 @@ def test_large_models_of_bfloat16_have_compact_weights() -> None:
     assert not found(large, compact="never")
     assert not found(large, bfloat16="widened")
     assert not found(large, dtype=torch.float32)
-    assert not found(large, weights=WeightTypes(torch.bfloat16, {"lm_head.weight": "int8"}))
+    assert not found(large, weights=WeightTypes(torch.bfloat16, {"embed_tokens.weight": "int8"}))
+    every = dict.fromkeys((parameter.name for parameter in family_of(CONFIG).parameters(CONFIG)), "int8")
+    assert not found(weights=WeightTypes(torch.bfloat16, every), compact="always")
     assert not make_settings(CONFIG, dtype="bfloat16").compact
 
 

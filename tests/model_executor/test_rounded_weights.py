@@ -18,7 +18,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.cpu_calibration import ChosenTuning, default_tuning
 from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
 from tercet.model_executor.runner.load import load_runner
-from tercet.model_executor.runner.settings import resolve_weights
+from tercet.model_executor.runner.settings import WeightTypes, resolve_linears, resolve_weights, uses_compact
 from tercet.srt.model_files.default_model import find_default_model
 from tercet.srt.model_files.model_config import load_model_config
 
@@ -108,14 +108,42 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_bfloat16
     config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model(name), "llama", kind=kind))
     kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)
     narrow, plain = (load_runner(each, config) for each in (kept, dataclasses.replace(kept, weight_forms={})))
-    if config.tie_word_embeddings and kind is Kind.Q4_1:
-        assert not kept.weight_forms  # vectors are read from 8 bits only
-    else:
-        assert kept.weight_forms["layers.1.down_proj.weight"] == ("int8" if kind is Kind.Q8_0 else "int4")
-        assert narrow.num_bytes.weights < 0.75 * plain.num_bytes.weights
-        assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
-        assert plain.model.layers[1].down_proj.packed.dtype == BFLOAT16
+    assert kept.weight_forms["layers.1.down_proj.weight"] == ("int8" if kind is Kind.Q8_0 else "int4")
+    # Vectors are read from 8 bits only.
+    assert ("embed_tokens.weight" in kept.weight_forms) == (config.tie_word_embeddings and kind is not Kind.Q4_1)
+    assert narrow.num_bytes.weights < 0.75 * plain.num_bytes.weights
+    assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
+    assert plain.model.layers[1].down_proj.packed.dtype == BFLOAT16
     assert torch.equal(short_logits(narrow), short_logits(plain))
+
+
+def test_matrices_without_a_form_are_compact(tmp_path: Path) -> None:
+    """llama.cpp writes the head of a 4-bit file with 6 bits, which no layer multiplies as they are."""
+    kinds = {"lm_head.weight": Kind.F16}
+    path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.Q4_0, kinds=kinds)
+    config = load_model_config(path)
+    kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)
+    assert kept.weight_forms and "lm_head.weight" not in kept.weight_forms and not kept.compact
+    chosen = ChosenTuning(default_tuning()._replace(compact="always"), "default")
+    linears = resolve_linears(chosen, BFLOAT16, WeightTypes(BFLOAT16, kept.weight_forms), config)
+    assert linears == (False, True)
+    compact = load_runner(dataclasses.replace(kept, compact=True), config)
+    assert compact.model.layers[0].qkv_proj.packed.dim() == 3  # groups
+    plain = load_runner(dataclasses.replace(kept, weight_forms={}), config)
+    assert torch.equal(short_logits(compact), short_logits(plain))
+
+
+def test_large_matrices_without_a_form_are_compact() -> None:
+    path = find_default_model()
+    if path is None:
+        pytest.skip("the default model is not installed")
+    config, chosen = load_model_config(str(path)), ChosenTuning(default_tuning(), "default")
+    forms = resolve_weights(BFLOAT16, config, "cpu", None, chosen).forms
+    layers = {name: form for name, form in forms.items() if name != "embed_tokens.weight"}
+    head = {name: form for name, form in forms.items() if name not in layers}
+    assert not uses_compact(chosen, BFLOAT16, WeightTypes(BFLOAT16, forms), config)
+    assert not uses_compact(chosen, BFLOAT16, WeightTypes(BFLOAT16, layers), config)  # 57 MB
+    assert uses_compact(chosen, BFLOAT16, WeightTypes(BFLOAT16, head), config)
 
 
 def test_new_weights_are_kept_as_their_own_file_stores_them(tmp_path: Path) -> None:
