@@ -25,6 +25,9 @@ HF_TO_GGUF = {
 }
 
 
+K_BLOCK_BYTES = {Kind.Q4_K: 144, Kind.Q6_K: 210}
+
+
 def gguf_name(name):
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
@@ -37,6 +40,18 @@ def interleave_halves(array, num_heads):
     """Permutes rows of q or k as llama.cpp's converter does for Llama: rows i of both halves become neighbours."""
     heads = array.reshape(num_heads, 2, -1, *array.shape[1:])
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(array.shape)
+
+
+def random_blocks(shape, kind):
+    """Blocks of Q4_K or Q6_K with any values and scales, of numbers that are not large: uint8 [rows, bytes]."""
+    rng = np.random.default_rng(shape)
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // 256, K_BLOCK_BYTES[kind]), dtype=np.uint8)
+    factors = rng.normal(0, 1e-4, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
+    if kind is Kind.Q4_K:
+        blocks[..., :4] = factors
+    else:
+        blocks[..., 208:] = factors[..., :2]
+    return blocks.reshape(shape[0], -1)
 
 
 def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=None):
@@ -68,7 +83,8 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         if arch == "llama" and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
         used = (kinds or {}).get(name, kind) if array.ndim == 2 else Kind.F32
-        writer.add_tensor(gguf_name(name), gguf.quantize(array, used), raw_dtype=used)
+        raw = random_blocks(array.shape, used) if used in K_BLOCK_BYTES else gguf.quantize(array, used)
+        writer.add_tensor(gguf_name(name), raw, raw_dtype=used)
     for name, array in (beside or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

@@ -76,16 +76,19 @@ inline Tensor widened_rows(const Tensor& x) {
 }
 
 /// Calls f(X(), numbers of x, weight) with a quantised weight whose numbers are converted to X, the type of x. Its bytes
-/// per group tell how many bits it has. `Kind`: WidenedPacked or RoundedPacked
+/// per group tell its form. `Kind`: WidenedPacked or RoundedPacked
 template <template <typename> typename Kind, typename X, typename F>
 void with_stored_weight(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
   const auto call = [&]<typename Weight>() {
     f(X(), x.const_data_ptr<X>(), quantized_weight<Weight>(x, packed, bias, columns));
   };
-  using Int4 = Kind<Int4Weights>;
-  packed.size(-1) == Int4::kGroupBytes ? call.template operator()<Int4>()
-                                       : call.template operator()<Kind<Int8Weights>>();
+  switch (packed.size(-1)) {
+    case Kind<Int4Weights>::kGroupBytes: call.template operator()<Kind<Int4Weights>>(); break;
+    case Kind<Q4KWeights>::kGroupBytes: call.template operator()<Kind<Q4KWeights>>(); break;
+    case Kind<Q6KWeights>::kGroupBytes: call.template operator()<Kind<Q6KWeights>>(); break;
+    default: call.template operator()<Kind<Int8Weights>>();
+  }
 }
 
 /// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type, or is compact or quantised;
@@ -238,16 +241,20 @@ inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarTy
 }
 
 inline Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
-  using Weight = QuantizedPacked<Int8Weights>;
   const int64_t groups = packed.size(1);
-  check(packed, "packed", at::kByte, {packed.size(0), groups, Weight::kGroupBytes});
   const auto out = empty_result({ids.size(0), groups * kGroup}, packed.options().dtype(type));
-  const Weight weight{packed.const_data_ptr<uint8_t>(), nullptr, groups * kGroup};
-  TERCET_ANY_FLOAT(type, [&] {
-    look_up(ids, packed.size(0) * kPanel, [=, to = out.data_ptr<scalar_t>()](const int64_t* ids, int64_t count) {
-      unpack_rows(ids, count, weight, to);
+  const auto call = [&]<typename Weight>() {
+    check(packed, "packed", at::kByte, {packed.size(0), groups, Weight::kGroupBytes});
+    const Weight weight{packed.const_data_ptr<uint8_t>(), nullptr, groups * kGroup};
+    TERCET_ANY_FLOAT(type, [&] {
+      look_up(ids, packed.size(0) * kPanel, [=, to = out.data_ptr<scalar_t>()](const int64_t* ids, int64_t count) {
+        unpack_rows(ids, count, weight, to);
+      });
     });
-  });
+  };
+  using Q6K = QuantizedPacked<Q6KWeights>;
+  packed.size(-1) == Q6K::kGroupBytes ? call.template operator()<Q6K>()
+                                      : call.template operator()<QuantizedPacked<Int8Weights>>();
   return out;
 }
 

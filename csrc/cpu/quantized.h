@@ -55,6 +55,15 @@ struct IntegerDot {
   static Ints total(Ints sums) { return sums; }
 };
 
+/// What precedes the words of a group: kNumbers numbers of each column.
+template <typename Number, int64_t kNumbers>
+struct GroupHeader {
+  using Header = Number;
+  static constexpr int64_t kHeaderBytes = kNumbers * kPanel * static_cast<int64_t>(sizeof(Number));
+  /// Parts of a group along k that have scales of their own.
+  static constexpr int64_t kScales = 1;
+};
+
 /// Weights of 8 bits. Weight w is stored as the byte w + 128, or, at the odd places of builds with
 /// TERCET_ROWS_OF_SHORTS, as w. A group of a panel: scales, float16 [kPanel]; then bytes [kGroup / 4, kPanel, 4].
 struct Int8Weights;
@@ -66,9 +75,9 @@ constexpr bool kOddBytesAreSigned = false;
 #endif
 
 template <>
-struct Dot<Int8Weights> : IntegerDot {
+struct Dot<Int8Weights> : IntegerDot, GroupHeader<at::Half, 1> {
   static constexpr bool kHasMin = false;
-  static constexpr int64_t kHeaderBytes = 2 * kPanel, kWordBytes = 4 * kPanel;
+  static constexpr int64_t kWordBytes = 4 * kPanel;
   static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     std::memcpy(&left, words, sizeof(left));
     std::memcpy(&right, words + sizeof(left), sizeof(right));
@@ -93,9 +102,9 @@ struct Dot<Int8Weights> : IntegerDot {
 struct Int4Weights;
 
 template <>
-struct Dot<Int4Weights> : IntegerDot {
+struct Dot<Int4Weights> : IntegerDot, GroupHeader<at::Half, 2> {
   static constexpr bool kHasMin = true;
-  static constexpr int64_t kHeaderBytes = 4 * kPanel, kWordBytes = 2 * kPanel;
+  static constexpr int64_t kWordBytes = 2 * kPanel;
   static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     Bytes both;
     std::memcpy(&both, words, sizeof(both));
@@ -122,6 +131,25 @@ struct Dot<Int4Weights> : IntegerDot {
 #endif
   }
 #endif
+};
+
+/// Weights of 4 bits as in GGUF's Q4_K. A group is that of `Int4Weights`, but scales and minima are floats.
+struct Q4KWeights;
+
+template <>
+struct Dot<Q4KWeights> : Dot<Int4Weights> {
+  using Header = float;
+  static constexpr int64_t kHeaderBytes = GroupHeader<float, 2>::kHeaderBytes;
+};
+
+/// Weights of 8 bits as in GGUF's Q6_K. A group is that of `Int8Weights`, but scales are floats: first those of the first
+/// half of the group, then those of the other half.
+struct Q6KWeights;
+
+template <>
+struct Dot<Q6KWeights> : Dot<Int8Weights> {
+  using Header = float;
+  static constexpr int64_t kHeaderBytes = GroupHeader<float, 2>::kHeaderBytes, kScales = 2;
 };
 
 /// What belongs to a group of a quantised row.
@@ -315,18 +343,22 @@ struct QuantizedPacked {
 };
 
 /// As `unpack_rows` of linear.h, for weights of 8 bits.
-template <typename T>
-void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Int8Weights>& weight, T* out) {
-  using D = Dot<Int8Weights>;
+template <typename Weights, typename T>
+void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Weights>& weight, T* out) {
+  using D = Dot<Weights>;
+  static_assert(!D::kHasMin);
   for_each_row_block(count, weight.k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
       const uint8_t* group = weight.panels + panel * weight.panel_distance();
       for (T* to = out + i * weight.k; to < out + (i + 1) * weight.k; group += weight.kGroupBytes) {
-        const float scale = reinterpret_cast<const at::Half*>(group)[column];
+        const auto* scales = reinterpret_cast<const typename D::Header*>(group) + column;
         const uint8_t* word = group + D::kHeaderBytes + column * D::kPerWord;
-        for (int64_t w = 0; w < kGroup / D::kPerWord; ++w, word += D::kWordBytes)
+        constexpr int64_t kWords = kGroup / D::kPerWord;
+        for (int64_t w = 0; w < kWords; ++w, word += D::kWordBytes) {
+          const float scale = scales[w * D::kScales / kWords * kPanel];
           for (int64_t b = 0; b < D::kPerWord; ++b) *to++ = static_cast<T>(D::weight(word, b) * scale);
+        }
       }
     }
   });

@@ -54,7 +54,6 @@ struct RoundedPacked {
   }
 
  private:
-  static constexpr int64_t kFours = kGroup / D::kPerWord;
   static_assert(D::kPerWord == 2 * kPerWord);
 
   /// Memory of this thread for a chunk of a panel, the same for every number of rows.
@@ -63,12 +62,12 @@ struct RoundedPacked {
     return numbers;
   }
 
-  /// What turns the values of a group into weights, of the left and of the right columns.
+  /// What turns the values of a group, or of one of its parts, into weights, of the left and of the right columns.
   struct Scales {
     Floats scales[2], minima[2];
 
-    explicit Scales(const uint8_t* group) {
-      const auto* header = reinterpret_cast<const at::Half*>(group);
+    Scales(const uint8_t* group, int64_t part) {
+      const auto* header = reinterpret_cast<const typename D::Header*>(group) + part * kPanel;
       const FloatPair scale = load_pair(header), minimum = load_pair(header + (D::kHasMin ? kPanel : 0));
       scales[0] = to_floats(scale.left);
       scales[1] = to_floats(scale.right);
@@ -76,6 +75,16 @@ struct RoundedPacked {
       minima[1] = to_floats(minimum.right);
     }
   };
+
+  /// Calls f(four, scales) for each four numbers of a column of a group.
+  template <typename F>
+  [[gnu::always_inline]] static void for_each_four(const uint8_t* group, const F& f) {
+    constexpr int64_t kFoursOfPart = kGroup / D::kPerWord / D::kScales;
+    for (int64_t part = 0; part < D::kScales; ++part) {
+      const Scales scales(group, part);
+      for (int64_t four = part * kFoursOfPart; four < (part + 1) * kFoursOfPart; ++four) f(four, scales);
+    }
+  }
 
   /// Unpacks a group while the one before is multiplied. The products keep the units busy that multiply, and most of
   /// unpacking uses the others. If each word was unpacked just before its products, it would wait behind the products
@@ -104,8 +113,7 @@ struct RoundedPacked {
       const at::BFloat16* from = place(g);
       at::BFloat16* to = place(g + 1);
       const uint8_t* next = packed + (g + has_next) * kGroupBytes;
-      const Scales scales(next);
-      for (int64_t four = 0; four < kFours; ++four) {
+      const auto multiply_four = [&](int64_t four, const Scales& scales) __attribute__((always_inline)) {
         prefetcher(2);
         if constexpr (has_next) unpack_four(next, four, scales, to);
 #pragma GCC unroll 2
@@ -120,10 +128,10 @@ struct RoundedPacked {
             Product::add(part[r][1], numbers, right);
           }
         }
-      }
+      };
+      for_each_four(next, multiply_four);
     };
-    const Scales scales(packed);
-    for (int64_t four = 0; four < kFours; ++four) unpack_four(packed, four, scales, place(0));
+    for_each_four(packed, [&](int64_t four, const Scales& scales) { unpack_four(packed, four, scales, place(0)); });
     for (int64_t g = 0; g < groups - 1; ++g) multiply_group(g, std::true_type());
     multiply_group(groups - 1, std::false_type());
     add_part<false>(sums, part);
@@ -151,7 +159,7 @@ struct RoundedPacked {
       const Floats values = D::kHasMin ? values_of_4_bits(words, 8 * (at + i) + 4 * side, i == 0)
                                        : values_of_8_bits(words + side * sizeof(__m512i), 8 * (at + i));
       numbers[i] = values * scales;
-      // The product is exact, so it does not matter whether the addition is fused with it.
+      // Where there is a minimum, the product is exact, so it does not matter whether the addition is fused with it.
       if constexpr (D::kHasMin) numbers[i] += minima;
     }
     // First 16 numbers, then their 16 neighbours.

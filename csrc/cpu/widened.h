@@ -11,13 +11,13 @@ namespace tercet {
 template <typename Weights, typename F>
 inline void widen_group(const uint8_t* group, Prefetcher& prefetcher, const F& f) {
   using D = Dot<Weights>;
-  const auto* header = reinterpret_cast<const at::Half*>(group);
-  const FloatPair scales = load_pair(header);
+  const auto* header = reinterpret_cast<const typename D::Header*>(group);
+  FloatPair scales = load_pair(header);
   FloatPair minima{Vec(0.f), Vec(0.f)};
   if constexpr (D::kHasMin) minima = load_pair(header + kPanel);
   const auto widen = [](Ints numbers, Vec scale, Vec minimum) {
     Floats floats = __builtin_convertvector(numbers, Floats) * to_floats(scale);
-    // The product is exact, so it does not matter whether the addition is fused with it.
+    // Where there is a minimum, the product is exact, so it does not matter whether the addition is fused with it.
     if constexpr (D::kHasMin) floats += to_floats(minimum);
     return floats;
   };
@@ -25,6 +25,7 @@ inline void widen_group(const uint8_t* group, Prefetcher& prefetcher, const F& f
   Prefetcher prefetch_word = prefetcher;  // in registers
   for (int64_t i = 0; i < kGroup; i += D::kPerWord, words += D::kWordBytes) {
     prefetch_word();
+    if (D::kScales == 2 && i == kGroup / 2) scales = load_pair(header + kPanel);
     Bytes left, right;
     D::load(words, 0, left, right);
 #pragma GCC unroll 4

@@ -108,7 +108,14 @@ def _quantized_panels(weight: QuantizedWeight) -> torch.Tensor:
         """[n, ...] -> [panels, width, ...]"""
         return padded(x, 0, 2 * lanes).unflatten(0, (-1, 2 * lanes))
 
-    header = [panels(x).transpose(1, 2).contiguous().view(torch.uint8) for x in weight[1:] if x is not None]
+    groups = weight.shape[1] // GROUP
+
+    def header_of(x: torch.Tensor) -> torch.Tensor:
+        """[n, groups * numbers] -> uint8 [panels, groups, bytes]: number 0 of all rows of a panel, then number 1"""
+        numbers = panels(x).unflatten(2, (groups, -1)).permute(0, 2, 3, 1).contiguous()
+        return numbers.view(torch.uint8).flatten(2)
+
+    header = [header_of(x) for x in weight[1:] if x is not None]
     values = weight.values if weight.bits == 4 else _bytes(weight.values)
     words = panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD)).permute(0, 2, 3, 1, 4)
     if weight.bits == 4:

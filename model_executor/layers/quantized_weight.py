@@ -1,8 +1,10 @@
 """Quantized weights of 8 or 4 bits: their format and their rounding.
 
-Each group of 32 weights along a row has a scale, and 4-bit groups also a minimum, as in ggml's types Q8_0 and Q4_1. The
-matrix product rounds activations to 8 bits, also in groups of 32 (csrc/cpu/quantized.h). One scale per row would make
-the error several times larger (docs/log.md).
+Each group of 32 weights along a row has a scale, and 4-bit groups also a minimum, as in ggml's types Q8_0 and Q4_1.
+These are the forms "int8" and "int4". Their matrix product rounds activations to 8 bits, also in groups of 32
+(csrc/cpu/quantized.h). One scale per row would make the error several times larger (docs/log.md).
+
+Files may also have the forms "q4_k" and "q6_k", with scales and minima in float32, as in Q4_K and Q6_K.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ class QuantizedWeight(NamedTuple):
     values: torch.Tensor
     """[n, k]; 8 bits: int8, above -128; 4 bits: uint8, below 16"""
     scales: torch.Tensor
-    """float16 [n, k / GROUP]"""
+    """float16 [n, k / GROUP]; q4_k: float32; q6_k: float32 [n, 2 * k / GROUP], for half groups"""
     minima: torch.Tensor | None
-    """float16 [n, k / GROUP]; None: 8 bits"""
+    """[n, k / GROUP], of the type of the scales; None: 8 bits"""
 
     @property
     def bits(self) -> int:
@@ -38,7 +40,7 @@ class QuantizedWeight(NamedTuple):
 
     def dequantize(self) -> torch.Tensor:
         """The matrix as float32 [n, k]."""
-        groups = self.values.unflatten(1, (-1, GROUP)) * self.scales.float()[..., None]
+        groups = self.values.unflatten(1, (self.scales.shape[1], -1)) * self.scales.float()[..., None]
         if self.minima is not None:
             groups += self.minima.float()[..., None]
         return groups.flatten(1)
@@ -47,6 +49,16 @@ class QuantizedWeight(NamedTuple):
         """Apply `change` to the rows of all tensors. It may move, add or remove rows."""
         minima = None if self.minima is None else change(self.minima)
         return QuantizedWeight(change(self.values), change(self.scales), minima)
+
+    def with_columns(self, columns: slice) -> QuantizedWeight:
+        """Take these columns, which are whole groups."""
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            width = self.values.shape[1] // x.shape[1]
+            return x[:, columns.start // width : columns.stop // width]
+
+        minima = None if self.minima is None else part(self.minima)
+        return QuantizedWeight(part(self.values), part(self.scales), minima)
 
 
 def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:

@@ -89,8 +89,26 @@ _FAST = {
 }
 
 
+def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: two float16, 12 bytes with 6 bits of 8 scales and 8 minima, 4 times 32 bytes with two values each."""
+    low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1) * _halves(blocks, 0).float()[..., None]
+    minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1) * -_halves(blocks, 1).float()[..., None]
+    values = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return QuantizedWeight(values.flatten(1), scales.flatten(1), minima.flatten(1))
+
+
+def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: the lower 4 bits of 256 values, their upper 2 bits, 16 scales of 8 bits, a float16."""
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
+    upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    values = (low | (upper & 3) << 4).view(torch.int8) - 32
+    scales = blocks[..., 192:208].contiguous().view(torch.int8) * _halves(blocks, 104).float()[..., None]
+    return QuantizedWeight(values.flatten(1), scales.flatten(1), None)
+
+
 # Conversions from a GGML type to a form of quantization.py that holds the same values. The argument is the blocks of a
-# tensor: uint8 [n, k / 32, bytes of a block].
+# tensor: uint8 [n, blocks of a row, bytes of a block].
 _FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], QuantizedWeight]] = {
     (gguf.GGMLQuantizationType.Q8_0, "int8"): lambda blocks: QuantizedWeight(
         blocks[..., 2:].flatten(1).view(torch.int8), _halves(blocks, 0), None
@@ -104,6 +122,8 @@ _FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], Qua
     (gguf.GGMLQuantizationType.Q4_1, "int4"): lambda blocks: QuantizedWeight(
         _nibbles(blocks[..., 4:]).flatten(1), _halves(blocks, 0), _halves(blocks, 1)
     ),
+    (gguf.GGMLQuantizationType.Q4_K, "q4_k"): _q4_k,
+    (gguf.GGMLQuantizationType.Q6_K, "q6_k"): _q6_k,
 }
 
 
@@ -153,9 +173,9 @@ class GGUFCheckpoint:
             return None
         make = _FORMS[blocks.kind, form]
         rows, columns = region or _all_of(info.shape)
-        blocks, _ = blocks.cut(info.shape, rows, columns)
+        blocks, within = blocks.cut(info.shape, rows, columns)
         raw = torch.from_numpy(blocks.raw.copy()).view(rows.stop - rows.start, -1, blocks.raw.shape[1])
-        return make(raw).with_rows(self._in_order(name))
+        return make(raw).with_columns(within).with_rows(self._in_order(name))
 
     def _in_order(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function that reorders the rows of whole heads from the file's order to Hugging Face's."""

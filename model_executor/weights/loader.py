@@ -102,7 +102,8 @@ def stored_forms(config: ModelConfig) -> dict[str, str]:
         if len(shape) != 2 or (is_embedding and not config.tie_word_embeddings):
             continue
         _refuse("missing", {part.name for part in parts} - checkpoint.names)
-        for form in ("int8",) if is_embedding else ("int4", "int8"):  # vectors are read from int8 only
+        # Vectors are read from 8 bits only.
+        for form in ("int8", "q6_k") if is_embedding else ("int4", "int8", "q4_k", "q6_k"):
             if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):
                 forms[name] = form
                 break

@@ -15,6 +15,9 @@ from ..models.family import family_of
 from ..models.parameters import WHOLE, Parameter, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
+"""The forms that weights are rounded to"""
+STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {"q4_k": 4 + 2 * 32 / GROUP, "q6_k": 8 + 2 * 32 / GROUP}
+"""These, and the forms that a file may have besides"""
 """Bits per weight of a CPU's forms, including the float16 scale and minimum of its group."""
 FP8 = "fp8"
 """The value for 8-bit floating-point weights, which Triton layers have."""
@@ -103,7 +106,7 @@ def parameter_bytes(
         if form in FP8_FORMS:
             return fp8_bytes(shape, form)
         if form is not None:
-            return int(math.prod(shape) * BITS_PER_WEIGHT[form] / 8)
+            return int(math.prod(shape) * STORED_BITS_PER_WEIGHT[form] / 8)
         return math.prod(shape) * ((matrix_bytes or dtype_bytes) if len(shape) == 2 else dtype_bytes)
 
     return {name: num_bytes(name, shape) for name, shape, *_ in family_of(config).parameters(config)}

@@ -10,13 +10,14 @@ import torch
 from gguf_models import Kind, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantized_weights import FORMS, drawn_weight
 from runner_driver import short_logits
 from runners import make_runner, make_settings
-from tiny_models import checkpoint, make_model
+from tiny_models import checkpoint, make_model, make_wide_model
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.cpu_calibration import ChosenTuning, default_tuning
-from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
+from tercet.model_executor.layers.quantized_weight import GROUP, quantize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.settings import WeightTypes, resolve_linears, resolve_weights, uses_compact
 from tercet.srt.model_files.default_model import find_default_model
@@ -30,17 +31,6 @@ pytestmark = pytest.mark.skipif(
 BFLOAT16 = torch.bfloat16
 
 
-def drawn_weight(form: str, n: int, groups: int, seed: int) -> QuantizedWeight:
-    """A weight with all values, scales and minima that a file can have, some of them infinite, NaN or subnormal."""
-    generator = torch.Generator().manual_seed(seed)
-    low, high, dtype = (0, 16, torch.uint8) if form == "int4" else (-128, 128, torch.int8)
-    values = torch.randint(low, high, (n, GROUP * groups), generator=generator).to(dtype)
-    scales, minima = torch.randn(2, n, groups, generator=generator).half()
-    bits = torch.randint(-(2**15), 2**15, scales.shape, generator=generator, dtype=torch.int16)
-    scales = torch.where(torch.rand(scales.shape, generator=generator) < 0.01, bits.view(torch.float16), scales)
-    return QuantizedWeight(values, scales, minima if form == "int4" else None)
-
-
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     assert torch.equal(found.isnan(), expected.isnan())
@@ -50,7 +40,7 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    form=st.sampled_from(["int4", "int8"]),
+    form=st.sampled_from(FORMS),
     rows=st.one_of(st.integers(1, 40), st.integers(41, 300)),
     groups=st.one_of(st.integers(1, 6), st.integers(30, 70)),  # 32 groups are a chunk
     n=st.integers(1, 75),
@@ -114,6 +104,18 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_bfloat16
     assert narrow.num_bytes.weights < 0.75 * plain.num_bytes.weights
     assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
     assert plain.model.layers[1].down_proj.packed.dtype == BFLOAT16
+    assert torch.equal(short_logits(narrow), short_logits(plain))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) -> None:
+    kinds = {"model.embed_tokens.weight" if tied else "lm_head.weight": Kind.Q6_K}
+    model = make_wide_model(tied=tied)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q4_K, kinds=kinds))
+    kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)
+    assert kept.weight_forms["embed_tokens.weight" if tied else "lm_head.weight"] == "q6_k"
+    assert kept.weight_forms["layers.1.gate_up_proj.weight"] == "q4_k"
+    narrow, plain = (load_runner(each, config) for each in (kept, dataclasses.replace(kept, weight_forms={})))
     assert torch.equal(short_logits(narrow), short_logits(plain))
 
 

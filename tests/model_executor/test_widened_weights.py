@@ -10,13 +10,14 @@ import torch
 from gguf_models import Kind, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantized_weights import FORMS, drawn_weight
 from runner_driver import short_logits
 from runners import make_settings
 from safetensors.torch import load_file, save_file
-from tiny_models import checkpoint, make_model
+from tiny_models import checkpoint, make_model, make_wide_model
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
+from tercet.model_executor.layers.quantized_weight import GROUP, quantize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.cache_folder import CacheFolder
@@ -62,7 +63,7 @@ def assert_same_bits(widened: torch.Tensor, wide: torch.Tensor) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(["int4", "int8"]),
+    st.sampled_from(FORMS),
     st.integers(1, 70),
     st.integers(1, 6),
     st.integers(1, 75),
@@ -77,12 +78,7 @@ def test_a_quantized_weight_gives_the_bits_of_the_dequantized_one(
 
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, GROUP * groups, generator=generator)
-    low, high, dtype = (0, 16, torch.uint8) if form == "int4" else (-128, 128, torch.int8)
-    values = torch.randint(low, high, (2 * n, GROUP * groups), generator=generator).to(dtype)
-    scales, minima = torch.randn(2, 2 * n, groups, generator=generator).half()
-    bits = torch.randint(-(2**15), 2**15, scales.shape, generator=generator, dtype=torch.int16)
-    scales = torch.where(torch.rand(scales.shape, generator=generator) < 0.02, bits.view(torch.float16), scales)
-    weight = QuantizedWeight(values, scales, minima if form == "int4" else None)
+    weight = drawn_weight(form, 2 * n, groups, seed)
     bias = torch.randn(2 * n, generator=generator) if biased else None
     for make in (CpuLinear, CpuGatedLinear):
         assert_same_bits(make(weight, bias)(x), make(weight.dequantize(), bias)(x))
@@ -97,6 +93,22 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
         everything = linear(x)
         for rows in (*range(1, 30), 64, 255):
             assert torch.equal(linear(x[-rows:].contiguous()), everything[-rows:]), rows
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) -> None:
+    """As llama.cpp writes Q4_K_M: Q6_K for the head, and for some values and down projections."""
+    kinds = {"model.layers.0.mlp.down_proj.weight": Kind.Q6_K, "model.layers.0.self_attn.v_proj.weight": Kind.Q6_K}
+    kinds |= {"model.embed_tokens.weight" if tied else "lm_head.weight": Kind.Q6_K}
+    model = make_wide_model(tied=tied)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q4_K, kinds=kinds))
+    narrow, wide = runner_of(config), runner_of(config, wide=True)
+    forms = narrow.settings.weight_forms
+    assert forms["layers.0.down_proj.weight"] == forms["embed_tokens.weight" if tied else "lm_head.weight"] == "q6_k"
+    assert forms["layers.1.down_proj.weight"] == forms["layers.1.qkv_proj.weight"] == "q4_k"
+    assert "layers.0.qkv_proj.weight" not in forms  # its parts have different forms
+    assert narrow.num_bytes.weights < 0.45 * wide.num_bytes.weights
+    assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])

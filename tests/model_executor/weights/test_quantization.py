@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
-from tiny_models import make_model, save
+from tiny_models import make_model, make_wide_model, save
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
@@ -87,6 +88,26 @@ def test_numbers_of_a_file_are_taken_as_they_are(llama, kind: Kind, form: str) -
         taken = checkpoint.quantized(name, form)
         assert taken is not None and (taken.minima is None) == (form == "int8")
         assert torch.equal(taken.dequantize(), checkpoint.tensor(name))
+
+
+@pytest.mark.parametrize(("kind", "form"), [(Kind.Q4_K, "q4_k"), (Kind.Q6_K, "q6_k")])
+def test_blocks_of_256_are_taken_as_they_are(tmp_path: Path, kind: Kind, form: str) -> None:
+    checkpoint = GGUFCheckpoint(
+        load_model_config(write_gguf(tmp_path / "m.gguf", make_wide_model(tied=False), "llama", kind=kind))
+    )
+    assert not checkpoint.has_form("model.embed_tokens.weight", "int8")
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    ):
+        taken = checkpoint.quantized(name, form)
+        assert taken is not None and taken.bits == (4 if kind is Kind.Q4_K else 8)
+        assert torch.equal(taken.dequantize(), checkpoint.tensor(name))
+    name = "model.layers.1.mlp.down_proj.weight"
+    region = slice(3, 20), slice(96, 320)  # of two blocks
+    part = checkpoint.quantized(name, form, region)
+    assert part is not None and torch.equal(part.dequantize(), checkpoint.tensor(name)[region])
 
 
 @pytest.mark.parametrize(
