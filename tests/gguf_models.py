@@ -25,7 +25,7 @@ HF_TO_GGUF = {
 }
 
 
-K_BLOCK_BYTES = {Kind.Q4_K: 144, Kind.Q6_K: 210}
+K_BLOCK_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 
 
 def gguf_name(name):
@@ -43,14 +43,14 @@ def interleave_halves(array, num_heads):
 
 
 def random_blocks(shape, kind):
-    """Blocks of Q4_K or Q6_K with any values and scales, of numbers that are not large: uint8 [rows, bytes]."""
+    """Blocks of Q4_K, Q5_K or Q6_K with any values and scales, of numbers that are not large: uint8 [rows, bytes]."""
     rng = np.random.default_rng(shape)
     blocks = rng.integers(0, 256, (shape[0], shape[1] // 256, K_BLOCK_BYTES[kind]), dtype=np.uint8)
     factors = rng.normal(0, 1e-4, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
-    if kind is Kind.Q4_K:
-        blocks[..., :4] = factors
-    else:
+    if kind is Kind.Q6_K:
         blocks[..., 208:] = factors[..., :2]
+    else:
+        blocks[..., :4] = factors
     return blocks.reshape(shape[0], -1)
 
 

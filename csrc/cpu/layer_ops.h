@@ -87,6 +87,7 @@ void with_stored_weight(
     case Kind<Int4Weights>::kGroupBytes: call.template operator()<Kind<Int4Weights>>(); break;
     case Kind<Q4KWeights>::kGroupBytes: call.template operator()<Kind<Q4KWeights>>(); break;
     case Kind<Q6KWeights>::kGroupBytes: call.template operator()<Kind<Q6KWeights>>(); break;
+    case Kind<MixedKWeights>::kGroupBytes: call.template operator()<Kind<MixedKWeights>>(); break;
     default: call.template operator()<Kind<Int8Weights>>();
   }
 }

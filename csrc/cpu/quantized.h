@@ -76,6 +76,7 @@ constexpr bool kOddBytesAreSigned = false;
 
 template <>
 struct Dot<Int8Weights> : IntegerDot, GroupHeader<at::Half, 1> {
+  static constexpr int kBits = 8;
   static constexpr bool kHasMin = false;
   static constexpr int64_t kWordBytes = 4 * kPanel;
   static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
@@ -103,6 +104,7 @@ struct Int4Weights;
 
 template <>
 struct Dot<Int4Weights> : IntegerDot, GroupHeader<at::Half, 2> {
+  static constexpr int kBits = 4;
   static constexpr bool kHasMin = true;
   static constexpr int64_t kWordBytes = 2 * kPanel;
   static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
@@ -150,6 +152,16 @@ template <>
 struct Dot<Q6KWeights> : Dot<Int8Weights> {
   using Header = float;
   static constexpr int64_t kHeaderBytes = GroupHeader<float, 2>::kHeaderBytes, kScales = 2;
+};
+
+/// Weights of 8 bits as in GGUF's Q4_K, Q5_K or Q6_K, whose parts may have different types. A group is that of
+/// `Q6KWeights`, and minima for both halves follow the scales.
+struct MixedKWeights;
+
+template <>
+struct Dot<MixedKWeights> : Dot<Q6KWeights> {
+  static constexpr bool kHasMin = true;
+  static constexpr int64_t kHeaderBytes = GroupHeader<float, 4>::kHeaderBytes;
 };
 
 /// What belongs to a group of a quantised row.

@@ -68,7 +68,7 @@ struct RoundedPacked {
 
     Scales(const uint8_t* group, int64_t part) {
       const auto* header = reinterpret_cast<const typename D::Header*>(group) + part * kPanel;
-      const FloatPair scale = load_pair(header), minimum = load_pair(header + (D::kHasMin ? kPanel : 0));
+      const FloatPair scale = load_pair(header), minimum = load_pair(header + (D::kHasMin ? D::kScales * kPanel : 0));
       scales[0] = to_floats(scale.left);
       scales[1] = to_floats(scale.right);
       minima[0] = to_floats(minimum.left);
@@ -156,10 +156,10 @@ struct RoundedPacked {
     Floats numbers[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const Floats values = D::kHasMin ? values_of_4_bits(words, 8 * (at + i) + 4 * side, i == 0)
+      const Floats values = D::kBits == 4 ? values_of_4_bits(words, 8 * (at + i) + 4 * side, i == 0)
                                        : values_of_8_bits(words + side * sizeof(__m512i), 8 * (at + i));
       numbers[i] = values * scales;
-      // Where there is a minimum, the product is exact, so it does not matter whether the addition is fused with it.
+      // Where the minimum is not zero, the product is exact, so it does not matter whether the addition is fused with it.
       if constexpr (D::kHasMin) numbers[i] += minima;
     }
     // First 16 numbers, then their 16 neighbours.

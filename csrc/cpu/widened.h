@@ -14,10 +14,10 @@ inline void widen_group(const uint8_t* group, Prefetcher& prefetcher, const F& f
   const auto* header = reinterpret_cast<const typename D::Header*>(group);
   FloatPair scales = load_pair(header);
   FloatPair minima{Vec(0.f), Vec(0.f)};
-  if constexpr (D::kHasMin) minima = load_pair(header + kPanel);
+  if constexpr (D::kHasMin) minima = load_pair(header + D::kScales * kPanel);
   const auto widen = [](Ints numbers, Vec scale, Vec minimum) {
     Floats floats = __builtin_convertvector(numbers, Floats) * to_floats(scale);
-    // Where there is a minimum, the product is exact, so it does not matter whether the addition is fused with it.
+    // Where the minimum is not zero, the product is exact, so it does not matter whether the addition is fused with it.
     if constexpr (D::kHasMin) floats += to_floats(minimum);
     return floats;
   };
@@ -25,7 +25,10 @@ inline void widen_group(const uint8_t* group, Prefetcher& prefetcher, const F& f
   Prefetcher prefetch_word = prefetcher;  // in registers
   for (int64_t i = 0; i < kGroup; i += D::kPerWord, words += D::kWordBytes) {
     prefetch_word();
-    if (D::kScales == 2 && i == kGroup / 2) scales = load_pair(header + kPanel);
+    if (D::kScales == 2 && i == kGroup / 2) {
+      scales = load_pair(header + kPanel);
+      if constexpr (D::kHasMin) minima = load_pair(header + 3 * kPanel);
+    }
     Bytes left, right;
     D::load(words, 0, left, right);
 #pragma GCC unroll 4

@@ -4,7 +4,8 @@ Each group of 32 weights along a row has a scale, and 4-bit groups also a minimu
 These are the forms "int8" and "int4". Their matrix product rounds activations to 8 bits, also in groups of 32
 (csrc/cpu/quantized.h). One scale per row would make the error several times larger (docs/log.md).
 
-Files may also have the forms "q4_k" and "q6_k", with scales and minima in float32, as in Q4_K and Q6_K.
+Files may also have the forms "q4_k" and "q6_k", with scales and minima in float32, as in Q4_K and Q6_K. The form
+"mixed_k" holds any of Q4_K, Q5_K and Q6_K, so parts of a matrix may have different types.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class QuantizedWeight(NamedTuple):
     values: torch.Tensor
     """[n, k]; 8 bits: int8, above -128; 4 bits: uint8, below 16"""
     scales: torch.Tensor
-    """float16 [n, k / GROUP]; q4_k: float32; q6_k: float32 [n, 2 * k / GROUP], for half groups"""
+    """float16 [n, k / GROUP]; q4_k: float32; q6_k and mixed_k: float32 [n, 2 * k / GROUP], for half groups"""
     minima: torch.Tensor | None
-    """[n, k / GROUP], of the type of the scales; None: 8 bits"""
+    """as the scales; None: the form has none"""
 
     @property
     def bits(self) -> int:
-        return 8 if self.minima is None else 4
+        return 4 if self.values.dtype == torch.uint8 else 8
 
     @property
     def shape(self) -> torch.Size:

@@ -19,6 +19,7 @@ from ..device.dtypes import resolve_dtype
 from ..kernels.tuning import HOPPER_HEAD_DIMS, HOPPER_PAGE
 from ..layers.fp8_weight import FP8_FORMS
 from ..layers.onednn_layers import keeps_bits, part_shapes
+from ..layers.packing import COMPACT_BITS
 from ..models.family import family_of
 from ..weights.loader import checkpoint_dtype, stored_forms, stored_fp8_forms, stored_matrix_dtype
 from ..weights.quantization import (
@@ -236,7 +237,8 @@ def resolve_weights(
             return WeightTypes(torch.bfloat16, {})
     elif not _multiplies_natively(dtype, chosen) or chosen.tuning.prefers_onednn(dtype):
         return WeightTypes(dtype, {})
-    return WeightTypes(dtype, stored_forms(config))
+    max_bits = 32 if dtype == torch.float32 else COMPACT_BITS
+    return WeightTypes(dtype, stored_forms(config, max_bits))
 
 
 def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:

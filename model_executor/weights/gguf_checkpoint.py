@@ -89,13 +89,24 @@ _FAST = {
 }
 
 
-def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """A block: two float16, 12 bytes with 6 bits of 8 scales and 8 minima, 4 times 32 bytes with two values each."""
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and minima of a row. A block begins with two float16, then has 6 bits of 8 scales and 8 minima."""
     low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1) * _halves(blocks, 0).float()[..., None]
     minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1) * -_halves(blocks, 1).float()[..., None]
-    values = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
-    return QuantizedWeight(values.flatten(1), scales.flatten(1), minima.flatten(1))
+    return scales.flatten(1), minima.flatten(1)
+
+
+def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: as `_k_scales`, then 4 times 32 bytes with two values each."""
+    return QuantizedWeight(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(1), *_k_scales(blocks))
+
+
+def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: as `_k_scales`, then 32 bytes with the highest bits of 8 values each, then as in `_q4_k`."""
+    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    return QuantizedWeight((low | high << 4).view(torch.int8).flatten(1), *_k_scales(blocks))
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
@@ -105,6 +116,14 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     values = (low | (upper & 3) << 4).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8) * _halves(blocks, 104).float()[..., None]
     return QuantizedWeight(values.flatten(1), scales.flatten(1), None)
+
+
+def _mixed_k(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in the form "mixed_k"."""
+    values, scales, minima = weight
+    if minima is None:
+        return QuantizedWeight(values, scales, torch.zeros_like(scales))
+    return QuantizedWeight(values.view(torch.int8), scales.repeat_interleave(2, 1), minima.repeat_interleave(2, 1))
 
 
 # Conversions from a GGML type to a form of quantization.py that holds the same values. The argument is the blocks of a
@@ -124,6 +143,9 @@ _FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], Qua
     ),
     (gguf.GGMLQuantizationType.Q4_K, "q4_k"): _q4_k,
     (gguf.GGMLQuantizationType.Q6_K, "q6_k"): _q6_k,
+    (gguf.GGMLQuantizationType.Q4_K, "mixed_k"): lambda blocks: _mixed_k(_q4_k(blocks)),
+    (gguf.GGMLQuantizationType.Q5_K, "mixed_k"): lambda blocks: _mixed_k(_q5_k(blocks)),
+    (gguf.GGMLQuantizationType.Q6_K, "mixed_k"): lambda blocks: _mixed_k(_q6_k(blocks)),
 }
 
 

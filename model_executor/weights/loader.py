@@ -31,7 +31,7 @@ from ..models.parameters import (
 from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
 from .packed_cache import PackedParameters
-from .quantization import fp8_form, is_linear, quantized_forms
+from .quantization import STORED_BITS_PER_WEIGHT, fp8_form, is_linear, quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 
@@ -87,11 +87,11 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def stored_forms(config: ModelConfig) -> dict[str, str]:
+def stored_forms(config: ModelConfig, max_bits: float) -> dict[str, str]:
     """The quantized form of each matrix of a GGUF file that has exactly the stored values, by parameter.
 
-    Matrices without such a form are left out. So is an embedding that is not the output head, because only rows of it
-    are read. Raises as `load_parameters` does.
+    Matrices without such a form of less than `max_bits` bits a weight are left out. So is an embedding that is not the
+    output head, because only rows of it are read. Raises as `load_parameters` does.
     """
     if config.load_format != "gguf":
         return {}
@@ -102,8 +102,10 @@ def stored_forms(config: ModelConfig) -> dict[str, str]:
         if len(shape) != 2 or (is_embedding and not config.tie_word_embeddings):
             continue
         _refuse("missing", {part.name for part in parts} - checkpoint.names)
-        # Vectors are read from 8 bits only.
-        for form in ("int8", "q6_k") if is_embedding else ("int4", "int8", "q4_k", "q6_k"):
+        # Vectors are read from 8 bits without minima only.
+        for form in ("int8", "q6_k") if is_embedding else ("int4", "int8", "q4_k", "q6_k", "mixed_k"):
+            if STORED_BITS_PER_WEIGHT[form] >= max_bits:
+                continue
             if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):
                 forms[name] = form
                 break

@@ -16,7 +16,11 @@ from ..models.parameters import WHOLE, Parameter, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """The forms that weights are rounded to"""
-STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {"q4_k": 4 + 2 * 32 / GROUP, "q6_k": 8 + 2 * 32 / GROUP}
+STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {
+    "q4_k": 4 + 2 * 32 / GROUP,
+    "q6_k": 8 + 2 * 32 / GROUP,
+    "mixed_k": 8 + 4 * 32 / GROUP,
+}
 """These, and the forms that a file may have besides"""
 """Bits per weight of a CPU's forms, including the float16 scale and minimum of its group."""
 FP8 = "fp8"

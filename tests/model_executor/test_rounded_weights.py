@@ -110,11 +110,14 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_bfloat16
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) -> None:
     kinds = {"model.embed_tokens.weight" if tied else "lm_head.weight": Kind.Q6_K}
+    kinds |= {"model.layers.0.self_attn.v_proj.weight": Kind.Q6_K, "model.layers.0.mlp.down_proj.weight": Kind.Q5_K}
     model = make_wide_model(tied=tied)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q4_K, kinds=kinds))
     kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)
     assert kept.weight_forms["embed_tokens.weight" if tied else "lm_head.weight"] == "q6_k"
     assert kept.weight_forms["layers.1.gate_up_proj.weight"] == "q4_k"
+    # These would take as many bits as compact weights.
+    assert kept.weight_forms.keys().isdisjoint({"layers.0.qkv_proj.weight", "layers.0.down_proj.weight"})
     narrow, plain = (load_runner(each, config) for each in (kept, dataclasses.replace(kept, weight_forms={})))
     assert torch.equal(short_logits(narrow), short_logits(plain))
 

@@ -106,8 +106,17 @@ def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) ->
     forms = narrow.settings.weight_forms
     assert forms["layers.0.down_proj.weight"] == forms["embed_tokens.weight" if tied else "lm_head.weight"] == "q6_k"
     assert forms["layers.1.down_proj.weight"] == forms["layers.1.qkv_proj.weight"] == "q4_k"
-    assert "layers.0.qkv_proj.weight" not in forms  # its parts have different forms
+    assert forms["layers.0.qkv_proj.weight"] == "mixed_k"  # its parts have different types
     assert narrow.num_bytes.weights < 0.45 * wide.num_bytes.weights
+    assert torch.equal(short_logits(narrow), short_logits(wide))
+
+
+def test_a_file_of_q5_k_is_kept_with_8_bits(tmp_path: Path) -> None:
+    model = make_wide_model(tied=False)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q5_K))
+    narrow, wide = runner_of(config), runner_of(config, wide=True)
+    assert set(narrow.settings.weight_forms.values()) == {"mixed_k"} and len(narrow.settings.weight_forms) == 9
+    assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
     assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
@@ -130,7 +139,7 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_float32(
 
 def test_a_matrix_of_another_kind_is_dequantized(tmp_path: Path) -> None:
     config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.F16))
-    assert stored_forms(config) == {}
+    assert stored_forms(config, max_bits=32) == {}
     settings = make_settings(config, dtype="float32")
     assert settings.weight_dtype == FLOAT32 and settings.weight_forms == {}
     kinds = {"lm_head.weight": Kind.F16, "model.layers.1.self_attn.v_proj.weight": Kind.F32}

@@ -90,7 +90,10 @@ def test_numbers_of_a_file_are_taken_as_they_are(llama, kind: Kind, form: str) -
         assert torch.equal(taken.dequantize(), checkpoint.tensor(name))
 
 
-@pytest.mark.parametrize(("kind", "form"), [(Kind.Q4_K, "q4_k"), (Kind.Q6_K, "q6_k")])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(Kind.Q4_K, "q4_k"), (Kind.Q6_K, "q6_k"), *((kind, "mixed_k") for kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K))],
+)
 def test_blocks_of_256_are_taken_as_they_are(tmp_path: Path, kind: Kind, form: str) -> None:
     checkpoint = GGUFCheckpoint(
         load_model_config(write_gguf(tmp_path / "m.gguf", make_wide_model(tied=False), "llama", kind=kind))
@@ -102,7 +105,7 @@ def test_blocks_of_256_are_taken_as_they_are(tmp_path: Path, kind: Kind, form: s
         "model.layers.0.mlp.up_proj.weight",
     ):
         taken = checkpoint.quantized(name, form)
-        assert taken is not None and taken.bits == (4 if kind is Kind.Q4_K else 8)
+        assert taken is not None and taken.bits == (4 if form == "q4_k" else 8)
         assert torch.equal(taken.dequantize(), checkpoint.tensor(name))
     name = "model.layers.1.mlp.down_proj.weight"
     region = slice(3, 20), slice(96, 320)  # of two blocks
