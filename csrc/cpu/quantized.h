@@ -154,7 +154,7 @@ struct Dot<Q6KWeights> : Dot<Int8Weights> {
   static constexpr int64_t kHeaderBytes = GroupHeader<float, 2>::kHeaderBytes, kScales = 2;
 };
 
-/// Weights of 8 bits as in GGUF's Q4_K, Q5_K or Q6_K, whose parts may have different types. A group is that of
+/// Weights of 8 bits as in GGUF's Q4_K, Q5_K, Q6_K or Q5_1, whose parts may have different types. A group is that of
 /// `Q6KWeights`, and minima for both halves follow the scales.
 struct MixedKWeights;
 

@@ -120,7 +120,7 @@ def test_a_file_of_q5_k_is_kept_with_8_bits(tmp_path: Path) -> None:
     assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
 @pytest.mark.parametrize("name", ["llama", "llama_31_tied"])
 def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_float32(
     tmp_path: Path, name: str, kind: Kind
@@ -128,9 +128,10 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_float32(
     config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model(name), "llama", kind=kind))
     narrow, wide = runner_of(config), runner_of(config, wide=True)
     forms = narrow.settings.weight_forms
-    assert forms["layers.1.down_proj.weight"] == ("int8" if kind is Kind.Q8_0 else "int4")
-    # Vectors are read from 8 bits only.
-    reads_vectors = config.tie_word_embeddings and kind is not Kind.Q4_1
+    expected = {Kind.Q5_0: "int8", Kind.Q5_1: "mixed_k", Kind.Q8_0: "int8"}.get(kind, "int4")
+    assert forms["layers.1.down_proj.weight"] == expected
+    # Vectors are read from 8 bits without minima only.
+    reads_vectors = config.tie_word_embeddings and kind not in (Kind.Q4_1, Kind.Q5_1)
     assert forms.get("embed_tokens.weight") == ("int8" if reads_vectors else None)
     assert narrow.num_bytes.weights < 0.6 * wide.num_bytes.weights
     assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8

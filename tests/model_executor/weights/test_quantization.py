@@ -79,7 +79,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [(Kind.Q8_0, "int8"), (Kind.Q4_0, "int8"), (Kind.Q4_0, "int4"), (Kind.Q4_1, "int4")],
+    [
+        *((kind, "int8") for kind in (Kind.Q8_0, Kind.Q5_0, Kind.Q4_0)),
+        *((kind, "int4") for kind in (Kind.Q4_0, Kind.Q4_1)),
+        (Kind.Q5_1, "mixed_k"),
+    ],
 )
 def test_numbers_of_a_file_are_taken_as_they_are(llama, kind: Kind, form: str) -> None:
     _, stored_as = llama
