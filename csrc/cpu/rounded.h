@@ -1,5 +1,5 @@
-// Linear layers over quantised weights for rows of bfloat16. x is not quantised: every weight is rounded to the bfloat16
-// next to the float that it stands for. So a row's sums have the bits that the dequantised weight in bfloat16 gives, and
+// Linear layers over quantised weights for rows of bfloat16. x is not quantised: the float that a weight stands for is
+// rounded to the nearest bfloat16. So a row's sums have the bits that the dequantised weight in bfloat16 gives, and
 // memory holds 4 or 8 bits of each weight.
 #pragma once
 
@@ -86,9 +86,8 @@ struct RoundedPacked {
     }
   }
 
-  /// Unpacks a group while the one before is multiplied. The products keep the units busy that multiply, and most of
-  /// unpacking uses the others. If each word was unpacked just before its products, it would wait behind the products
-  /// before it.
+  /// Unpacks a group while the one before is multiplied. Most instructions of unpacking run on other units than the
+  /// products. A word that was unpacked just before its products would wait behind the products before it.
   template <int kRows>
   void unpack_and_multiply(
       const at::BFloat16* x,
@@ -99,6 +98,7 @@ struct RoundedPacked {
       Prefetch prefetch) const {
     const RowPointers<at::BFloat16, kRows> rows(x, k);
     Floats part[kRows][2];
+    // As in compact.h. With a function for both, GCC keeps the sums in memory, and 8 rows take three times as long.
     if (chunk.begin == 0)
       unrolled<2 * kRows>([&](auto i) { part[i / 2][i % 2] = Floats{}; });
     else

@@ -27,6 +27,7 @@ from ..weights.quantization import (
     FP8,
     check_quantization,
     is_linear,
+    is_multiplied,
     parameter_bytes,
     quantized_forms,
 )
@@ -309,12 +310,11 @@ def uses_compact(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes,
     """Whether weights of bfloat16 are compact: the processor multiplies them, and reading them limits decode steps."""
     if not _multiplies_natively(dtype, chosen) or chosen.tuning.compact == "never":
         return False
-    head = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     sizes = parameter_bytes(config, dtype.itemsize, forms={})
     multiplied = [
         sizes[parameter.name]
         for parameter in family_of(config).parameters(config)
-        if (is_linear(parameter) or parameter.name == head) and parameter.name not in weights.forms
+        if is_multiplied(parameter, config) and parameter.name not in weights.forms
     ]
     return sum(multiplied) >= _LARGE_BYTES or (bool(multiplied) and chosen.tuning.compact == "always")
 

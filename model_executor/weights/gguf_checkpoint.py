@@ -89,7 +89,7 @@ _FAST = {
 }
 
 
-def _fives(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def _values_of_5_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Values of 5 bits of a block, int8: 4 bytes with the highest bit of each, and 16 with the other bits of two."""
     bits = high[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
     return (_nibbles(low) | bits.flatten(-2) << 4).view(torch.int8)
@@ -142,7 +142,7 @@ _FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], Qua
         _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8) - 8, _halves(blocks, 0), None
     ),
     (gguf.GGMLQuantizationType.Q5_0, "int8"): lambda blocks: QuantizedWeight(
-        _fives(blocks[..., 2:6], blocks[..., 6:]).flatten(1) - 16, _halves(blocks, 0), None
+        _values_of_5_bits(blocks[..., 2:6], blocks[..., 6:]).flatten(1) - 16, _halves(blocks, 0), None
     ),
     (gguf.GGMLQuantizationType.Q4_0, "int4"): lambda blocks: QuantizedWeight(
         _nibbles(blocks[..., 2:]).flatten(1), _halves(blocks, 0), _halves(blocks, 0) * -8
@@ -154,7 +154,9 @@ _FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], Qua
     (gguf.GGMLQuantizationType.Q6_K, "q6_k"): _q6_k,
     (gguf.GGMLQuantizationType.Q5_1, "mixed_k"): lambda blocks: _mixed_k(
         QuantizedWeight(
-            _fives(blocks[..., 4:8], blocks[..., 8:]).flatten(1), _halves(blocks, 0).float(), _halves(blocks, 1).float()
+            _values_of_5_bits(blocks[..., 4:8], blocks[..., 8:]).flatten(1),
+            _halves(blocks, 0).float(),
+            _halves(blocks, 1).float(),
         )
     ),
     (gguf.GGMLQuantizationType.Q4_K, "mixed_k"): lambda blocks: _mixed_k(_q4_k(blocks)),

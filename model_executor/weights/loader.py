@@ -31,7 +31,7 @@ from ..models.parameters import (
 from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
 from .packed_cache import PackedParameters
-from .quantization import STORED_BITS_PER_WEIGHT, fp8_form, is_linear, quantized_forms
+from .quantization import STORED_BITS_PER_WEIGHT, fp8_form, is_linear, is_multiplied, quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 
@@ -97,13 +97,13 @@ def stored_forms(config: ModelConfig, max_bits: float) -> dict[str, str]:
         return {}
     checkpoint = _open(config)
     forms: dict[str, str] = {}
-    for name, shape, parts, _ in family_of(config).parameters(config):
-        is_embedding = name == "embed_tokens.weight"
-        if len(shape) != 2 or (is_embedding and not config.tie_word_embeddings):
+    for parameter in family_of(config).parameters(config):
+        name, shape, parts, _ = parameter
+        if not is_multiplied(parameter, config):
             continue
         _refuse("missing", {part.name for part in parts} - checkpoint.names)
         # Vectors are read from 8 bits without minima only.
-        for form in ("int8", "q6_k") if is_embedding else ("int4", "int8", "q4_k", "q6_k", "mixed_k"):
+        for form in ("int8", "q6_k") if name == "embed_tokens.weight" else ("int4", "int8", "q4_k", "q6_k", "mixed_k"):
             if STORED_BITS_PER_WEIGHT[form] >= max_bits:
                 continue
             if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):

@@ -23,10 +23,10 @@ from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from ..layers.packing import PackedWeight, gated_panels_of, panels_of
 from ..models.family import family_of
-from ..models.parameters import Parameter, ParameterDtypes
+from ..models.parameters import ParameterDtypes
 from .cache_folder import PREFIX, CacheFolder, Entry
 from .packed_file import PackedFile, write_packed
-from .quantization import parameter_bytes
+from .quantization import is_multiplied, parameter_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PackedParameters(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         found = self._found[name]
         parameter = self._table[name]
-        if not isinstance(self._found, PackedFile) or not self._is_multiplied(parameter):
+        if not isinstance(self._found, PackedFile) or not is_multiplied(parameter, self._config):
             return found
         return PackedWeight(found, torch.Size(parameter.shape), _BITS.get(self._forms.get(name, "")))
 
@@ -75,11 +75,6 @@ class PackedParameters(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._table)
-
-    def _is_multiplied(self, parameter: Parameter) -> bool:
-        """Whether a linear layer or the output head has the parameter."""
-        is_table = parameter.name == _EMBEDDING and not self._config.tie_word_embeddings
-        return len(parameter.shape) == 2 and not is_table
 
     @functools.cached_property
     def _found(self) -> Mapping[str, Any]:
@@ -118,7 +113,7 @@ class PackedParameters(Mapping[str, Any]):
     def _packed(self, stored: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._table.items():
             found = stored[name]
-            if self._is_multiplied(parameter):
+            if is_multiplied(parameter, self._config):
                 pack = gated_panels_of if name.endswith("gate_up_proj.weight") else panels_of
                 found = pack(found, compact=self._compact)
             yield name, found

@@ -84,6 +84,12 @@ def is_linear(parameter: Parameter) -> bool:
     return len(parameter.shape) == 2 and parameter.name not in ("embed_tokens.weight", "lm_head.weight")
 
 
+def is_multiplied(parameter: Parameter, config: ModelConfig) -> bool:
+    """Whether a parameter is the matrix of a linear layer or of the output head, and not only a table of vectors."""
+    is_table = parameter.name == "embed_tokens.weight" and not config.tie_word_embeddings
+    return len(parameter.shape) == 2 and not is_table
+
+
 def fp8_form(config: Fp8Config) -> str:
     """The form of a checkpoint's 8-bit matrices."""
     return "fp8_block" if config.by_block else FP8

@@ -123,7 +123,6 @@ def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) ->
 
 
 def test_matrices_without_a_form_are_compact(tmp_path: Path) -> None:
-    """llama.cpp writes the head of a 4-bit file with 6 bits, which no layer multiplies as they are."""
     kinds = {"lm_head.weight": Kind.F16}
     path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.Q4_0, kinds=kinds)
     config = load_model_config(path)
