@@ -10,8 +10,8 @@ import pytest
 import torch
 from cpu_models import VARIANTS, make_cpu_runner
 from fake_accelerator import FakeAccelerator, use_fake
-from patience import PATIENCE_S
 from scheduler_rig import Rig
+from tier_asks import settle, settle_copies
 from toy_runner import make_toy_runner
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
@@ -195,6 +195,7 @@ def test_outputs_have_the_same_bits_from_every_tier(kind: str, tmp_path: Path, m
     def ask(rig: Rig, rid: str, ids: list[int]) -> tuple[list[int], int, int]:
         rig.add(rid, ids, max_new_tokens=4, temperature=0.0, ignore_eos=True, logprobs=LogprobOptions())
         rig.run()
+        settle_copies(rig)  # until a block is written, no other can take its place in host memory
         heard = rig.heard[rid]
         floats = b"".join(part.output.own for part in heard.logprobs)
         return [*heard.ids, floats], heard.last.counts.host_tokens, heard.last.counts.storage_tokens
@@ -205,9 +206,7 @@ def test_outputs_have_the_same_bits_from_every_tier(kind: str, tmp_path: Path, m
         ask(rig, f"o{number}", [number + 1, *other[1:]])
     again, num_host, _ = ask(rig, "b", prompt)
     assert num_host >= 32 and again == first
-    while rig.kv.has_copies or rig.in_flight is not None:
-        rig.turn()
-    rig.kv.tiers._storage.close(PATIENCE_S)
+    settle(rig)
     fresh = make_rig(tmp_path)
     found, _, num_read = ask(fresh, "c", prompt)
     assert num_read >= 32 and found == first
