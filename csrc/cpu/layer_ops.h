@@ -75,21 +75,26 @@ inline Tensor widened_rows(const Tensor& x) {
   return floats;
 }
 
-/// Calls f(X(), numbers of x, weight) with a quantised weight whose numbers are converted to X, the type of x. Its bytes
-/// per group tell its form. `Kind`: WidenedPacked or RoundedPacked
+/// Calls f.operator()<Kind<W>>() with the form W of a packed quantised weight, which its bytes per group tell.
+template <template <typename> typename Kind, typename F>
+void with_form(const Tensor& packed, const F& f) {
+  switch (packed.size(-1)) {
+    case Kind<Int4Weights>::kGroupBytes: f.template operator()<Kind<Int4Weights>>(); break;
+    case Kind<Q4KWeights>::kGroupBytes: f.template operator()<Kind<Q4KWeights>>(); break;
+    case Kind<Q6KWeights>::kGroupBytes: f.template operator()<Kind<Q6KWeights>>(); break;
+    case Kind<MixedKWeights>::kGroupBytes: f.template operator()<Kind<MixedKWeights>>(); break;
+    default: f.template operator()<Kind<Int8Weights>>();
+  }
+}
+
+/// Calls f(X(), numbers of x, weight) with a quantised weight whose numbers are converted to X, the type of x. `Kind`:
+/// WidenedPacked or RoundedPacked
 template <template <typename> typename Kind, typename X, typename F>
 void with_stored_weight(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
-  const auto call = [&]<typename Weight>() {
+  with_form<Kind>(packed, [&]<typename Weight>() {
     f(X(), x.const_data_ptr<X>(), quantized_weight<Weight>(x, packed, bias, columns));
-  };
-  switch (packed.size(-1)) {
-    case Kind<Int4Weights>::kGroupBytes: call.template operator()<Kind<Int4Weights>>(); break;
-    case Kind<Q4KWeights>::kGroupBytes: call.template operator()<Kind<Q4KWeights>>(); break;
-    case Kind<Q6KWeights>::kGroupBytes: call.template operator()<Kind<Q6KWeights>>(); break;
-    case Kind<MixedKWeights>::kGroupBytes: call.template operator()<Kind<MixedKWeights>>(); break;
-    default: call.template operator()<Kind<Int8Weights>>();
-  }
+  });
 }
 
 /// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type, or is compact or quantised;
@@ -244,7 +249,7 @@ inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarTy
 inline Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
   const int64_t groups = packed.size(1);
   const auto out = empty_result({ids.size(0), groups * kGroup}, packed.options().dtype(type));
-  const auto call = [&]<typename Weight>() {
+  with_form<QuantizedPacked>(packed, [&]<typename Weight>() {
     check(packed, "packed", at::kByte, {packed.size(0), groups, Weight::kGroupBytes});
     const Weight weight{packed.const_data_ptr<uint8_t>(), nullptr, groups * kGroup};
     TERCET_ANY_FLOAT(type, [&] {
@@ -252,10 +257,7 @@ inline Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at
         unpack_rows(ids, count, weight, to);
       });
     });
-  };
-  using Q6K = QuantizedPacked<Q6KWeights>;
-  packed.size(-1) == Q6K::kGroupBytes ? call.template operator()<Q6K>()
-                                      : call.template operator()<QuantizedPacked<Int8Weights>>();
+  });
   return out;
 }
 

@@ -89,8 +89,9 @@ struct Dot<Int8Weights> : IntegerDot, GroupHeader<at::Half, 1> {
     return kOddBytesAreSigned && at % 2 ? ints << (24 - 8 * at) >> 24 : (ints >> 8 * at & 255) - 128;
   }
   /// The same for one column.
-  static int weight(const uint8_t* word, int64_t at) {
-    return kOddBytesAreSigned && at % 2 ? static_cast<int8_t>(word[at]) : word[at] - 128;
+  static int weight(const uint8_t* words, int64_t column, int64_t at) {
+    const uint8_t byte = words[column * kPerWord + at];
+    return kOddBytesAreSigned && at % 2 ? static_cast<int8_t>(byte) : byte - 128;
   }
 #ifdef TERCET_ROWS_OF_SHORTS
   using Row = int16_t;
@@ -114,6 +115,9 @@ struct Dot<Int4Weights> : IntegerDot, GroupHeader<at::Half, 2> {
     right = both >> 4;
   }
   static Ints weights(Bytes words, int at) { return reinterpret_cast<Ints>(words) >> 8 * at & 255; }
+  static int weight(const uint8_t* words, int64_t column, int64_t at) {
+    return words[column % kLanes * kPerWord + at] >> (column < kLanes ? 0 : 4) & 15;
+  }
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   // 16 bits hold the sums of a group: 8 words of pairs of products, each at most 15 * 127.
   using Sums = Shorts;
@@ -354,22 +358,27 @@ struct QuantizedPacked {
   }
 };
 
-/// As `unpack_rows` of linear.h, for weights of 8 bits.
+/// As `unpack_rows` of linear.h, for quantised weights.
 template <typename Weights, typename T>
 void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Weights>& weight, T* out) {
   using D = Dot<Weights>;
-  static_assert(!D::kHasMin);
+  constexpr int64_t kWordsOfPart = kGroup / D::kPerWord / D::kScales;
   for_each_row_block(count, weight.k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
-      const uint8_t* group = weight.panels + panel * weight.panel_distance();
+      const int64_t column = ids[i] % kPanel;
+      const uint8_t* group = weight.panels + ids[i] / kPanel * weight.panel_distance();
       for (T* to = out + i * weight.k; to < out + (i + 1) * weight.k; group += weight.kGroupBytes) {
-        const auto* scales = reinterpret_cast<const typename D::Header*>(group) + column;
-        const uint8_t* word = group + D::kHeaderBytes + column * D::kPerWord;
-        constexpr int64_t kWords = kGroup / D::kPerWord;
-        for (int64_t w = 0; w < kWords; ++w, word += D::kWordBytes) {
-          const float scale = scales[w * D::kScales / kWords * kPanel];
-          for (int64_t b = 0; b < D::kPerWord; ++b) *to++ = static_cast<T>(D::weight(word, b) * scale);
+        const auto* header = reinterpret_cast<const typename D::Header*>(group) + column;
+        const uint8_t* words = group + D::kHeaderBytes;
+        for (int64_t part = 0; part < D::kScales; ++part, header += kPanel) {
+          const float scale = header[0];
+          for (int64_t w = 0; w < kWordsOfPart; ++w, words += D::kWordBytes)
+            for (int64_t at = 0; at < D::kPerWord; ++at) {
+              float number = D::weight(words, column, at) * scale;
+              // The product is exact, as in rounded.h.
+              if constexpr (D::kHasMin) number += static_cast<float>(header[D::kScales * kPanel]);
+              *to++ = static_cast<T>(number);
+            }
         }
       }
     }

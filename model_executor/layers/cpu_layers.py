@@ -81,10 +81,10 @@ class PackedEmbedding:
 
 
 class QuantizedEmbedding:
-    """`Embedding` that reads the 8-bit output head, for models that tie the embedding to the head."""
+    """`Embedding` that dequantises rows of a packed weight, which may be that of the output head."""
 
     def __init__(self, packed: torch.Tensor, dtype: torch.dtype) -> None:
-        """`packed`: the packed weight of the head. `dtype`: type of the vectors."""
+        """`packed`: the panels of a QuantizedWeight. `dtype`: type of the vectors."""
         self._packed = packed
         self._dtype = dtype
 
@@ -102,6 +102,11 @@ class CpuEmbedding(Embedding):
 
     def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.plain_embedding(ids, self.weight, self._dtype)
+
+
+def embedding_of(weight: Weight, dtype: torch.dtype) -> Layer:
+    """The embedding with a weight of its own. `dtype`: type of the vectors."""
+    return CpuEmbedding(weight, dtype) if isinstance(weight, torch.Tensor) else QuantizedEmbedding(pack(weight), dtype)
 
 
 class Rotation(NamedTuple):
@@ -185,7 +190,7 @@ class CpuFloatLayers(CpuLayers):
         return CpuLinear(weight, to_float=True, compact=self._compact)
 
     def embedding(self, weight: Any) -> Layer:
-        return CpuEmbedding(weight, self._dtype)
+        return embedding_of(weight, self._dtype)
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, CpuLinear)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuEmbedding, CpuLayers, QuantizedEmbedding
+from .cpu_layers import CpuLayers, QuantizedEmbedding, embedding_of
 from .kinds import Layer
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
@@ -66,7 +66,7 @@ class QuantizedLayers(CpuLayers):
         return QuantizedLinear(weight, to_float=True)
 
     def embedding(self, weight: Any) -> Layer:
-        return CpuEmbedding(weight, self._dtype)
+        return embedding_of(weight, self._dtype)
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, QuantizedLinear)

@@ -19,7 +19,6 @@ from ..device.dtypes import resolve_dtype
 from ..kernels.tuning import HOPPER_HEAD_DIMS, HOPPER_PAGE
 from ..layers.fp8_weight import FP8_FORMS
 from ..layers.onednn_layers import keeps_bits, part_shapes
-from ..layers.packing import COMPACT_BITS
 from ..models.family import family_of
 from ..weights.loader import checkpoint_dtype, stored_forms, stored_fp8_forms, stored_matrix_dtype
 from ..weights.quantization import (
@@ -219,7 +218,7 @@ def resolve_weights(
     Matrices have the form of the setting `quantization`. Without it, a CPU keeps them as their file stores them if the
     compiled operations can convert them to the type of the activations, `dtype`, when they multiply: each one that is
     quantized, or all if they are bfloat16 and `dtype` is float32. That changes no bit of a result. Other matrices have
-    the type `dtype`.
+    the type `dtype`. An embedding that is not the output head is kept as its file stores it with any `quantization`.
 
     With the backend triton, fp8 weights stay as their file stores them. Elsewhere they are widened to `dtype`.
 
@@ -228,7 +227,8 @@ def resolve_weights(
     if config.fp8 is not None and backend == "triton" and quantization in (None, FP8):
         return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
-        return WeightTypes(dtype, quantized_forms(config, quantization))
+        stored = {} if chosen is None else stored_forms(config, dtype)
+        return WeightTypes(dtype, stored | quantized_forms(config, quantization))
     if chosen is None:
         return WeightTypes(dtype, {})
     if dtype == torch.float32:
@@ -238,8 +238,7 @@ def resolve_weights(
             return WeightTypes(torch.bfloat16, {})
     elif not _multiplies_natively(dtype, chosen) or chosen.tuning.prefers_onednn(dtype):
         return WeightTypes(dtype, {})
-    max_bits = 32 if dtype == torch.float32 else COMPACT_BITS
-    return WeightTypes(dtype, stored_forms(config, max_bits))
+    return WeightTypes(dtype, stored_forms(config, dtype))
 
 
 def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:

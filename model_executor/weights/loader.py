@@ -14,6 +14,7 @@ import torch
 from ...srt.model_files.model_config import ModelConfig
 from ..device.dtypes import DTYPES
 from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
+from ..layers.packing import COMPACT_BITS
 from ..layers.quantized_weight import GROUP, QuantizedWeight, quantize, stacked
 from ..models.family import family_of
 from ..models.parameters import (
@@ -87,11 +88,11 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def stored_forms(config: ModelConfig, max_bits: float) -> dict[str, str]:
+def stored_forms(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
     """The quantized form of each matrix of a GGUF file that has exactly the stored values, by parameter.
 
-    Matrices without such a form of less than `max_bits` bits a weight are left out. So is an embedding that is not the
-    output head, because only rows of it are read. Raises as `load_parameters` does.
+    `dtype`: the type of the activations. Matrices are left out if no form takes fewer bits a weight than this type, or
+    than a compact weight. Raises as `load_parameters` does.
     """
     if config.load_format != "gguf":
         return {}
@@ -99,11 +100,12 @@ def stored_forms(config: ModelConfig, max_bits: float) -> dict[str, str]:
     forms: dict[str, str] = {}
     for parameter in family_of(config).parameters(config):
         name, shape, parts, _ = parameter
-        if not is_multiplied(parameter, config):
+        if len(shape) != 2:
             continue
         _refuse("missing", {part.name for part in parts} - checkpoint.names)
-        # Vectors are read from 8 bits without minima only.
-        for form in ("int8", "q6_k") if name == "embed_tokens.weight" else ("int4", "int8", "q4_k", "q6_k", "mixed_k"):
+        may_be_compact = dtype == torch.bfloat16 and is_multiplied(parameter, config)
+        max_bits = COMPACT_BITS if may_be_compact else 8 * dtype.itemsize
+        for form in ("int4", "int8", "q4_k", "q6_k", "mixed_k"):
             if STORED_BITS_PER_WEIGHT[form] >= max_bits:
                 continue
             if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):

@@ -38,7 +38,7 @@ _BITS = {"int8": 8, "int4": 4, "q4_k": 4, "q6_k": 8, "mixed_k": 8}
 
 
 class PackedParameters(Mapping[str, Any]):
-    """The parameters of a model for compiled layers: PackedWeights, and tensors of what is not multiplied.
+    """The parameters of a model for compiled layers: PackedWeights of what is multiplied or quantized, else tensors.
 
     They are read on the first access. If no entry can be written, they are those of the checkpoint.
     """
@@ -65,16 +65,18 @@ class PackedParameters(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         found = self._found[name]
-        parameter = self._table[name]
-        if not isinstance(self._found, PackedFile) or not is_multiplied(parameter, self._config):
+        if not isinstance(self._found, PackedFile) or not self._is_packed(name):
             return found
-        return PackedWeight(found, torch.Size(parameter.shape), _BITS.get(self._forms.get(name, "")))
+        return PackedWeight(found, torch.Size(self._table[name].shape), _BITS.get(self._forms.get(name, "")))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table)
 
     def __len__(self) -> int:
         return len(self._table)
+
+    def _is_packed(self, name: str) -> bool:
+        return name in self._forms or is_multiplied(self._table[name], self._config)
 
     @functools.cached_property
     def _found(self) -> Mapping[str, Any]:
@@ -111,9 +113,9 @@ class PackedParameters(Mapping[str, Any]):
         return file
 
     def _packed(self, stored: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._table.items():
+        for name in self._table:
             found = stored[name]
-            if is_multiplied(parameter, self._config):
+            if self._is_packed(name):
                 pack = gated_panels_of if name.endswith("gate_up_proj.weight") else panels_of
                 found = pack(found, compact=self._compact)
             yield name, found

@@ -98,10 +98,9 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_bfloat16
     config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model(name), "llama", kind=kind))
     kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)
     narrow, plain = (load_runner(each, config) for each in (kept, dataclasses.replace(kept, weight_forms={})))
-    assert kept.weight_forms["layers.1.down_proj.weight"] == ("int8" if kind is Kind.Q8_0 else "int4")
-    # Vectors are read from 8 bits only.
-    assert ("embed_tokens.weight" in kept.weight_forms) == (config.tie_word_embeddings and kind is not Kind.Q4_1)
-    assert narrow.num_bytes.weights < 0.75 * plain.num_bytes.weights
+    assert set(kept.weight_forms.values()) == {"int8" if kind is Kind.Q8_0 else "int4"}
+    assert len(kept.weight_forms) == 4 * config.num_layers + 2 - config.tie_word_embeddings
+    assert narrow.num_bytes.weights < 0.55 * plain.num_bytes.weights
     assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
     assert plain.model.layers[1].down_proj.packed.dtype == BFLOAT16
     assert torch.equal(short_logits(narrow), short_logits(plain))
@@ -111,11 +110,14 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_bfloat16
 def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) -> None:
     kinds = {"model.embed_tokens.weight" if tied else "lm_head.weight": Kind.Q6_K}
     kinds |= {"model.layers.0.self_attn.v_proj.weight": Kind.Q6_K, "model.layers.0.mlp.down_proj.weight": Kind.Q5_K}
+    if not tied:
+        kinds["model.embed_tokens.weight"] = Kind.Q5_K
     model = make_wide_model(tied=tied)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q4_K, kinds=kinds))
     kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)
     assert kept.weight_forms["embed_tokens.weight" if tied else "lm_head.weight"] == "q6_k"
     assert kept.weight_forms["layers.1.gate_up_proj.weight"] == "q4_k"
+    assert tied or kept.weight_forms["embed_tokens.weight"] == "mixed_k"
     # These would take as many bits as compact weights.
     assert kept.weight_forms.keys().isdisjoint({"layers.0.qkv_proj.weight", "layers.0.down_proj.weight"})
     narrow, plain = (load_runner(each, config) for each in (kept, dataclasses.replace(kept, weight_forms={})))
@@ -175,7 +177,7 @@ def test_when_quantized_matrices_are_kept(tmp_path: Path) -> None:
 
     assert kept() == kept(torch.float32) == kept(onednn="float32") == {"int8"}
     assert kept(bfloat16="widened") == kept(onednn="bfloat16") == kept(torch.float16) == set()
-    assert kept(quantization="int4") == {"int8", "int4"}  # rounded again; the head always has 8 bits
+    assert kept(quantization="int4") == {"int8", "int4"}  # rounded again; head and embedding have 8 bits
     assert resolve_weights(BFLOAT16, config, "torch", None, None).forms == {}
     stored = checkpoint(tmp_path / "bf16", dtype=BFLOAT16)
     assert resolve_weights(BFLOAT16, stored, "cpu", None, ChosenTuning(native, "default")) == (BFLOAT16, {})

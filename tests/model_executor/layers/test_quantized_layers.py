@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantized_weights import FORMS as STORED_FORMS
+from quantized_weights import drawn_weight
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
+from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -155,11 +157,12 @@ def test_groups_of_zeros_and_of_next_to_nothing(form):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_embedding_out_of_the_packed_head(dtype):
-    weight = quantize(torch.randn(77, 64), "int8")
-    embedding = layers().QuantizedEmbedding(layers().QuantizedLinear(weight).packed, dtype)
-    ids = torch.tensor([0, 76, 31, 32, 33, 5, 5])
-    assert torch.equal(embedding(ids), weight.dequantize()[ids].to(dtype))
+@pytest.mark.parametrize("form", STORED_FORMS)
+def test_an_embedding_gives_the_vectors_of_the_dequantized_one(form, dtype):
+    weight = drawn_weight(form, 77, 3, seed=0)
+    ids = torch.tensor([0, 76, 31, 32, 33, 8, 7, 5, 5])
+    found = layers().embedding_of(weight, dtype)(ids)
+    assert torch.equal(found.nan_to_num(), weight.dequantize()[ids].to(dtype).nan_to_num())
 
 
 def test_what_does_not_fit_is_refused():

@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[Path], ModelConfig]] = {
     "float32 norms": lambda folder: checkpoint(folder, "qwen3"),
     "4 bits": lambda folder: gguf(folder, "llama", Kind.Q4_1),
     "8 bits tied": lambda folder: gguf(folder, "llama_31_tied", Kind.Q8_0),
-    "dequantised": lambda folder: gguf(folder, "llama", Kind.Q5_0),
+    "float16": lambda folder: gguf(folder, "llama", Kind.F16),
 }
 CASES: list[tuple[str, str, dict]] = [
     *((name, "mapped", {}) for name in MODELS),
@@ -44,6 +44,7 @@ CASES: list[tuple[str, str, dict]] = [
     ("bfloat16 biases", "mapped", {"dtype": "bfloat16"}),
     ("float32 norms", "mapped", {"quantization": "int4"}),
     ("8 bits tied", "mapped", {"quantization": "int8"}),
+    ("4 bits", "mapped", {"quantization": "int8"}),
 ]
 
 
