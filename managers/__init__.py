@@ -1,1 +1,1 @@
-"""Management layer: TokenizerManager, Scheduler and DetokenizerManager. They exchange only messages."""
+"""Layer 3, management: TokenizerManager, Scheduler and DetokenizerManager. They exchange only messages."""

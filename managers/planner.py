@@ -153,9 +153,9 @@ class Planner:
         """Retracts running requests for the waiting one of the highest priority, if it needs their rows or KV and these
         suffice. Returns whether it did.
 
-        The lowest priority goes first, and among equals the newest. While a prompt of the same priority is in chunks,
-        nothing is preempted: a long candidate might not start beside it. A request that waits for its grammar, for
-        files or for a prompt in chunks with its prefix is no candidate: the preempted ones would start again before it.
+        The lowest priority goes first, and among equals the newest. While a prompt of at least the same priority is in
+        chunks, nothing is preempted: a long candidate might not start beside it. A request that waits for its grammar,
+        for files or for a prompt in chunks with its prefix is no candidate: the preempted ones would start again first.
         """
         queues = self.queues
         ready = (req for req in queues.waiting if req.pending_abort is None and not req.awaits_grammar)

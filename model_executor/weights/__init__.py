@@ -1,1 +1,1 @@
-"""Weights: checkpoint formats, quantization, and the cache of dequantised weights."""
+"""Weights: checkpoint formats, quantization, and the cache of packed and dequantised weights."""

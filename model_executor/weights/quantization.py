@@ -15,14 +15,13 @@ from ..models.family import family_of
 from ..models.parameters import WHOLE, Parameter, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
-"""The forms that weights are rounded to"""
+"""The forms that a CPU rounds weights to, and their bits per weight, with the scale and minimum of a group."""
 STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {
     "q4_k": 4 + 2 * 32 / GROUP,
     "q6_k": 8 + 2 * 32 / GROUP,
     "mixed_k": 8 + 4 * 32 / GROUP,
 }
-"""These, and the forms that a file may have besides"""
-"""Bits per weight of a CPU's forms, including the float16 scale and minimum of its group."""
+"""The same for these forms and those that only a GGUF file gives."""
 FP8 = "fp8"
 """The value for 8-bit floating-point weights, which Triton layers have."""
 HEAD_FORM = "int8"

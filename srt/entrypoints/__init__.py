@@ -1,1 +1,1 @@
-"""Entry layer: the Python Engine, the HTTP server, and the start of the engine's processes."""
+"""Layer 4, entry: the Python Engine, the HTTP server, and the start of the engine's processes."""

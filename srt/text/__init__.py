@@ -1,1 +1,1 @@
-"""Text processing: tokenizers and chat templates."""
+"""Text: tokenizers, chat templates, and the formats of tool calls and reasoning."""
