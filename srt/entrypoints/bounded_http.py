@@ -2,8 +2,8 @@
 
 These limits hold before a request is decoded and its API key is checked:
 
-- Memory: MAX_HEAD_BYTES, plus at most one read, for each of: the request line and headers, a trailer, the bytes between
-  two chunks of a body. Trailers are dropped, as RFC 9110 (6.5.1) allows.
+- Memory: MAX_HEAD_BYTES for the path and headers, and for the trailers. At most one read more is kept while one of
+  these, or what is between two chunks of a body, is incomplete. Trailers are dropped, as RFC 9110 (6.5.1) allows.
 - Number: MAX_HEADERS headers, and MAX_PIPELINED requests that wait for the response to an earlier request.
 - Output: the response stops writing while more than 64 KiB are unsent. After SEND_TIMEOUT_S without progress, the
   connection is reset.
@@ -34,6 +34,7 @@ from ..errors import InvalidRequest, QueueFull, TercetError
 from .error_handlers import RETRY_AFTER_S, HeadTooLarge, RequestTimeout, envelope
 
 MAX_HEAD_BYTES = 1 << 16
+_TOO_LARGE = f"the request head or trailers must have at most {MAX_HEAD_BYTES} bytes"
 MAX_HEADERS = 256
 MAX_PIPELINED = 64
 MAX_SPARE_CONNECTIONS = 32
@@ -98,6 +99,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_known_head = False
         """The parser reads a head that has been handled."""
         self._num_headers = 0
+        self._num_head_bytes = 0
+        """Bytes of the path and headers, or of the trailers, so far."""
         self._num_body_bytes = 0
         self._num_non_body_bytes = 0
         """Bytes received since the last byte of a body, or since the message began."""
@@ -151,7 +154,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             and self._num_discarded_bytes is None
             and not self.transport.is_closing()
         ):
-            self._refuse(HeadTooLarge(f"the request head or trailers must have at most {MAX_HEAD_BYTES} bytes"))
+            self._refuse(HeadTooLarge(_TOO_LARGE))
 
     def _parse(self, data: bytes) -> None:
         while True:
@@ -177,11 +180,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_known_head:
             return
         super().on_message_begin()
-        self._num_headers = self._num_body_bytes = 0
+        self._num_headers = self._num_head_bytes = self._num_body_bytes = 0
         self._waiting_since = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
         if not self._is_known_head:
+            self._count_head(len(url))
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -191,8 +195,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._num_headers > MAX_HEADERS:
             self._refusal = HeadTooLarge(f"a request must have at most {MAX_HEADERS} headers")
             raise _Refused
+        self._count_head(len(name) + len(value) + len(b": \r\n"))
         if self._in_head:
             super().on_header(name, value)
+
+    def _count_head(self, num_bytes: int) -> None:
+        """The same head is refused however many reads it comes in."""
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refusal = HeadTooLarge(_TOO_LARGE)
+            raise _Refused
 
     def on_headers_complete(self) -> None:
         if self._is_known_head:
@@ -202,6 +214,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise _Refused
         super().on_headers_complete()
         self._in_head = False
+        self._num_head_bytes = 0
         self.cycle.transport = self._response_transport  # type: ignore[assignment]
         self.cycle.scope[CLOSE] = self.transport.close  # type: ignore[literal-required]
         self._unanswered.append(self.cycle)

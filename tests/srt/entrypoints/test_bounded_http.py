@@ -176,6 +176,15 @@ def test_what_is_not_of_a_body_is_bounded(host: Host, before: bytes, piece: byte
     assert error["type"] == "invalid_request_error" and error["message"]
 
 
+@pytest.mark.parametrize("before", [b"GET /x HTTP/1.1\r\nHost: x\r\n", CHUNKED + b"0\r\n"], ids=["head", "trailers"])
+@pytest.mark.parametrize("more", [-500, 500])
+def test_the_limit_of_a_head_does_not_depend_on_its_reads(host: Host, before: bytes, more: int) -> None:
+    protocol, transport = host.connect()
+    protocol.data_received(before + b"a: " + b"b" * (MAX_HEAD_BYTES + more) + b"\r\n\r\n")
+    host.settle()
+    assert transport.statuses == [431 if more > 0 else 200]
+
+
 def test_trailers_are_not_kept(host: Host) -> None:
     protocol, transport = host.connect()
     protocol.data_received(CHUNKED + b"0\r\n" + b"a: b\r\n" * 200)
