@@ -38,6 +38,7 @@ class ResultProcessor:
         """
         for req in batch.reqs:
             req.num_steps_in_flight -= 1
+        num_known = _num_output_tokens(batch.sampled)
         rows, put = output.rows(), self._io.put
         new = self._io.next_tokens
         add_rid, add_id = new.rids.append, new.token_ids.append
@@ -47,7 +48,6 @@ class ResultProcessor:
             _keep_logprobs(batch, output)
         if batch.pooled or batch.shown:
             _keep_hidden(batch, output)
-        num_new = len(output.tokens)
         for place, (req, tokens) in enumerate(zip(batch.sampled, rows, strict=True)):
             if tokens[-1] < 0:
                 self._on_invalid_logits(req, tokens[:-1])
@@ -61,9 +61,7 @@ class ResultProcessor:
                 except Exception as error:
                     finish = _failure_of(req, error)
             else:
-                num_known = req.num_tokens
                 finish = self._accept_constrained(req, int(batch.sampled_lens[place]), tokens)
-                num_new += req.num_tokens - num_known - len(tokens)
             if finish is not None:
                 self.finish(req, finish)
             elif req.is_streaming and len(tokens) == 1:
@@ -74,7 +72,7 @@ class ResultProcessor:
                     new.logprobs.append(None if req.logprobs is None else req.logprobs.take_newest())
             elif len(req.output_ids) >= req.next_output_len:
                 put(req.take_output())
-        self._metrics.on_result(num_new)
+        self._metrics.on_result(_num_output_tokens(batch.sampled) - num_known)
 
     def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Frees the KV of rejected drafts. Must be called before any KV of these requests enters the cache.
@@ -144,6 +142,10 @@ class ResultProcessor:
                 assert req.pending_abort is not None
                 self.finish(req, req.pending_abort)
         self._aborted = still_in_flight
+
+
+def _num_output_tokens(reqs: Sequence[Req]) -> int:
+    return sum([len(req.output_ids) for req in reqs])
 
 
 def _failure_of(req: Req, error: Exception) -> AbortFinish:

@@ -57,7 +57,7 @@ class SchedulerMetrics:
                 self._end_interval(kv, queues)
 
     def on_result(self, num_tokens: int) -> None:
-        """A step returned `num_tokens` tokens for all its requests together."""
+        """The outputs of all requests have grown by so many tokens. What a step returned beside them is dropped."""
         self.generated_tokens += num_tokens
 
     def on_idle(self) -> None:

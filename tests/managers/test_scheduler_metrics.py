@@ -48,6 +48,39 @@ def test_steps_that_generate_nothing_log_no_decode_batch(caplog: pytest.LogCaptu
     assert not any("Decode batch" in one.getMessage() for one in caplog.records)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"eos_ids": frozenset(range(97))}, {"eos_ids": frozenset(range(12)), "max_drafts": 3}],
+    ids=["length", "first token", "drafts"],
+)
+def test_only_tokens_that_a_client_gets_are_generated(settings: dict, overlap: bool) -> None:
+    """A step may return more: of a request that has ended, or after the token that ends it."""
+    rig = Rig(overlap=overlap, decode_log_interval=1, **settings)
+    for number in range(6):
+        rig.add(f"e{number}", [number, 2, 3], max_new_tokens=0, pooling="mean")
+    rig.run()
+    assert rig.scheduler._metrics.generated_tokens == 0
+    for number in range(12):
+        rig.add(f"r{number}", [number, 2, 3, 4], max_new_tokens=6)
+    for _ in range(3):
+        rig.turn()
+    for number in range(0, 12, 3):
+        rig.abort(f"r{number}")
+    rig.run()
+    assert rig.scheduler._metrics.generated_tokens == sum(len(heard.ids) for heard in rig.heard.values()) > 8
+
+
+def test_the_throughput_of_a_server_of_embeddings_is_0() -> None:
+    rig = Rig(overlap=False, decode_log_interval=3, max_running=1)
+    for number in range(12):
+        rig.add(f"e{number}", [number, 2, 3], max_new_tokens=0, pooling="last")
+    while rig.is_busy:
+        rig.clock.now += 0.5
+        rig.turn()
+        assert rig.scheduler.state().last_gen_throughput == 0.0
+
+
 def test_the_throughput_is_that_of_the_last_interval() -> None:
     rig = Rig(overlap=False, decode_log_interval=10)
     rig.add("r", [1, 2, 3], max_new_tokens=200)
