@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..mem_cache.block_keys import BlockKeys
@@ -74,9 +74,12 @@ class ReqTiers:
 
         Hashes no more blocks than are found, and one.
         """
-        index = first
-        while (key := self.keys.key(tokens, index)) is not None and any(key in place for place in places):
-            index = _end_of_known(self.keys.keys, index, places)
+        keys = self.keys
+        index = _end_of_known(keys.keys, first, places)
+        while index >= len(keys.keys) and (key := keys.key(tokens, index)) is not None:
+            if not any(key in place for place in places):
+                break
+            index += 1
         return index
 
     def expect_end(self, tokens: Int32Array, first: int, blocks: HostBlocks, files: KVStorage | None) -> int:
@@ -119,5 +122,5 @@ def _end_of_known(keys: Sequence[bytes], index: int, places: Sequence[Container[
     while index != before:
         before = index
         for place in places:
-            index += len(list(takewhile(place.__contains__, islice(keys, index, None))))
+            index += len(list(takewhile(place.__contains__, keys[index:])))
     return index

@@ -55,20 +55,22 @@ class BlockKeys:
         """The key of one block of `tokens`, or None if they do not fill it. Hashes only what is before its end."""
         if (index + 1) * self._block_len > len(tokens):
             return None
-        if index >= len(self.keys):
-            self.cover(tokens[: (index + 1) * self._block_len])
+        self._hash_up_to(tokens, index + 1)
         return self.keys[index]
 
     def cover(self, tokens: npt.NDArray[np.int32]) -> list[bytes]:
         """The keys of the whole blocks of `tokens`: int32 [n], which continue the tokens of earlier calls."""
         assert tokens.dtype == np.int32
         num_blocks = len(tokens) // self._block_len
+        self._hash_up_to(tokens, num_blocks)
+        return self.keys[:num_blocks]
+
+    def _hash_up_to(self, tokens: npt.NDArray[np.int32], num_blocks: int) -> None:
         for index in range(len(self.keys), num_blocks):
             block = tokens[index * self._block_len : (index + 1) * self._block_len]
             self._before = _hash(self._before + block.tobytes())
             self.places[self._before] = index
             self.keys.append(self._before)
-        return self.keys[:num_blocks]
 
     def content(self, tokens: npt.NDArray[np.int32], index: int) -> BlockContent:
         """What one key stands for, of a block that `cover` has had."""

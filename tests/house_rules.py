@@ -46,7 +46,6 @@ TESTED_IN = {
     "managers.grammar_worker": "srt/entrypoints/test_grammar_process.py",
     "managers.req": "managers/test_batch_result.py",
     "managers.req_factory": "managers/test_scheduler.py",
-    "managers.req_tiers": "managers/test_kv_tiers.py",
     "managers.schedule_batch": "managers/test_batch_result.py",
     "managers.calls": "managers/test_tokenizer_manager.py",
     "managers.scheduler_io": "managers/test_scheduler.py",

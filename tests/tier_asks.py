@@ -15,6 +15,16 @@ from tercet.mem_cache.block_keys import BlockKeys
 VOCAB = 97
 
 
+class CountingDict(dict[bytes, int]):
+    """An index of blocks that counts its look-ups."""
+
+    num_looked_up = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_looked_up += 1
+        return super().__contains__(key)
+
+
 def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 

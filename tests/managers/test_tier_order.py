@@ -6,23 +6,16 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from kv_makers import admit, make_req
 from random_steps.scheduler_case import WaitingBound
 from scheduler_rig import Rig
-from tier_asks import ask, forget_pool, keys_of, prompt, rig_on_a_silent_disk, settle, settle_copies
+from tier_asks import CountingDict, ask, forget_pool, keys_of, prompt, rig_on_a_silent_disk, settle, settle_copies
 
 from tercet.managers import kv_tiers
 from tercet.managers.req import Stage
-from tercet.managers.req_tiers import ReqTiers
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache import kv_folder
-from tercet.mem_cache.block_keys import BlockKeys
-from tercet.mem_cache.forgotten_keys import ForgottenKeys
-from tercet.mem_cache.host_blocks import HostBlocks
 from tercet.mem_cache.kv_folder import file_name, use_time_ns
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.pause_messages import ContinueReq, PauseReq
@@ -261,14 +254,6 @@ def test_the_check_of_random_steps_notices_a_read_without_a_limit(
         num_that_pass_a_read(tmp_path, monkeypatch)
 
 
-class CountingDict(dict[bytes, int]):
-    num_looked_up = 0
-
-    def __contains__(self, key: object) -> bool:
-        self.num_looked_up += 1
-        return super().__contains__(key)
-
-
 def test_a_policy_looks_up_a_block_once(tmp_path: Path) -> None:
     """Host memory has the first 16 of the 25 blocks, and files have all of them."""
     ids = prompt(1, 201)
@@ -323,72 +308,3 @@ def test_after_a_retraction_more_of_a_prompt_may_be_reused() -> None:
         rig.turn()
     forget_pool(rig)
     assert rig.kv.match_len(req) == 16
-
-
-def test_what_was_found_is_looked_up_again_only_after_it_may_have_gone() -> None:
-    tokens = np.arange(100, dtype=np.int32)
-    keys = BlockKeys(b"", "", 4).cover(tokens)
-    blocks = HostBlocks(17)
-    for key in [b"old", *reversed(keys[:15])]:
-        block = blocks.take()
-        blocks.name(block, key)
-        blocks.unpin(block)
-    blocks._block_of = known = CountingDict(blocks._block_of)
-    state = ReqTiers(BlockKeys(b"", "", 4))
-    assert state.expect_end(tokens, 3, blocks, None) == 15
-    for first, is_known in ((3, True), (10, True), (15, True), (0, False), (5, True), (20, False), (4, False)):
-        known.num_looked_up = 0
-        assert state.expect_end(tokens, first, blocks, None) == max(first, 15)
-        assert (known.num_looked_up <= 2) == (is_known or first == 20)
-    added = blocks.take()
-    blocks.name(added, keys[15])
-    blocks.unpin(added)
-    assert state.expect_end(tokens, 4, blocks, None) == 16, "what is added is found"
-    assert blocks.take() is not None and blocks.find(b"old") is None
-    known.num_looked_up = 0
-    assert state.expect_end(tokens, 4, blocks, None) == 16
-    assert known.num_looked_up <= 2, "the block of another prefix has gone"
-    for end in (14, 13):
-        assert blocks.take() is not None
-        assert state.expect_end(tokens, 4, blocks, None) == end
-    blocks.clear()
-    assert state.expect_end(tokens, 4, blocks, None) == 4
-
-
-def test_a_change_of_what_was_found_is_noticed_without_a_look_up() -> None:
-    tokens = np.arange(40, dtype=np.int32)
-    state, blocks = ReqTiers(BlockKeys(b"", "", 4)), HostBlocks(4)
-    keys = state.keys.cover(tokens)
-    files = SimpleNamespace(forgotten=ForgottenKeys(), index={keys[2]})
-
-    def add(key: bytes) -> None:
-        block = blocks.take()
-        blocks.name(block, key)
-        blocks.unpin(block)
-
-    add(keys[1])
-    add(keys[0])
-    changes = [
-        (lambda: files.forgotten.add(keys[7]), 3),  # a later block of the same prompt
-        (lambda: files.index.add(keys[3]), 4),
-        (lambda: add(keys[4]), 5),
-        (lambda: [blocks.take() for _ in range(2)], 1),  # a free one, and the least recently used one
-    ]
-    assert state.expect_end(tokens, 0, blocks, files) == 3
-    for change, end in changes:
-        assert state.is_current(blocks, files)
-        change()
-        assert not state.is_current(blocks, files)
-        assert state.expect_end(tokens, 0, blocks, files) == end
-
-
-@given(places=st.lists(st.sets(st.integers(0, 9)), max_size=3), first=st.integers(0, 12), length=st.integers(0, 10))
-def test_the_end_of_what_some_place_has(places: list[set[int]], first: int, length: int) -> None:
-    tokens = np.arange(length, dtype=np.int32)
-    keys = BlockKeys(b"", "", 1).cover(np.arange(10, dtype=np.int32))
-    expected = first
-    while expected < length and any(expected in place for place in places):
-        expected += 1
-    state = ReqTiers(BlockKeys(b"", "", 1))
-    assert state.find_end(tokens, first, [{keys[one] for one in place} for place in places]) == expected
-    assert len(state.keys.keys) <= expected + 1
