@@ -30,12 +30,31 @@ def test_next_tokens_become_whole_outputs() -> None:
     assert len(reader) == 0, "a request that has ended is forgotten"
 
 
+def test_next_tokens_without_log_probabilities_become_outputs_without_them() -> None:
+    reader = TokenOutReader()
+    first = TokenOut(rid="a", token_ids=[5], finish=None, counts=counts(1))
+    message = BatchTokenOut([], NextTokens(["a"], [6]))
+    second = TokenOut(rid="a", token_ids=[6], finish=None, counts=counts(2))
+    assert [*reader.read(BatchTokenOut([first])), *reader.read(message)] == [first, second]
+
+
 def test_requests_that_ended_elsewhere_are_forgotten() -> None:
     reader = TokenOutReader()
     first = TokenOut(rid="a", token_ids=[5], finish=None, counts=counts(1))
     assert list(reader.read(BatchTokenOut([first])))
     reader.forget("a")
     reader.forget("never seen")
+    assert len(reader) == 0
+
+
+def test_tokens_of_a_forgotten_request_may_come_until_its_end() -> None:
+    """The scheduler goes on with it until it hears of its end."""
+    reader = TokenOutReader()
+    reader.forget("a")
+    (out,) = reader.read(BatchTokenOut([], NextTokens(["a"], [6])))
+    assert (out.rid, out.token_ids) == ("a", [6])
+    last = TokenOut(rid="a", token_ids=[7], finish=LengthFinish(3), counts=counts(3))
+    assert list(reader.read(BatchTokenOut([last]))) == [last]
     assert len(reader) == 0
 
 
