@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from ..srt.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
+T = TypeVar("T")
 NUM_BITS = 32
 """Tokens in one word of a mask. Bit i of word w is token 32 * w + i."""
 _FOREVER = 1 << 30
@@ -151,10 +152,10 @@ class GrammarState:
         *,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`clock`: seconds that this thread has computed."""
-        self._matcher = grammar.start()
+        """`clock`: seconds that this thread has computed. Raises GrammarFailed."""
         self._clock = clock
         self._spare_s = _SPARE_S
+        self._matcher = self._call(grammar.start)
         self._eos_ids = eos_ids
         self._bars: list[tuple[int, Int32Array]] = []
         """Until which number of output tokens which tokens are allowed."""
@@ -196,11 +197,11 @@ class GrammarState:
             self._spare_s = min(self._spare_s + _EARNED_S, _SPARE_S)
             self._call(self._matcher.accept, token)
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call the library. Raises GrammarFailed for any error of the library, and if it takes too much time."""
         began_s = self._clock()
         try:
-            function(*arguments)
+            result = function(*arguments)
         except GrammarFailed:
             raise
         except Exception:
@@ -209,6 +210,7 @@ class GrammarState:
         self._spare_s -= self._clock() - began_s
         if self._spare_s < 0:
             raise GrammarFailed("its masks take too much time")
+        return result
 
 
 def only_token(mask: Int32Array) -> int | None:

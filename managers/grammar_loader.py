@@ -114,8 +114,8 @@ class GrammarLoader:
         assert self._vocabulary is not None
         if req.options.reasoning is not None:
             grammar = ReasonedGrammar(grammar, req.options.reasoning, self._vocabulary)
-        req.grammar = GrammarState(grammar, self._vocabulary.eos_ids, req.sampling, self.num_words)
         try:
+            req.grammar = GrammarState(grammar, self._vocabulary.eos_ids, req.sampling, self.num_words)
             for token in req.output_ids:  # of a request of an engine that has died
                 req.grammar.accept(token)
         except GrammarFailed as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hash_grammar import HashGrammars, hashed_vocabulary
+from hash_grammar import HashGrammar, HashGrammars, hashed_vocabulary
 
-from tercet.managers.grammar import Grammar, Vocabulary
+from tercet.managers.grammar import Grammar, Matcher, Vocabulary
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.req import Req
 from tercet.srt.errors import GrammarNotChecked, InvalidRequest
@@ -86,6 +86,30 @@ def test_a_defect_of_a_library_ends_one_request(caplog: pytest.LogCaptureFixture
     with pytest.raises(GrammarNotChecked, match="regex could not be compiled"):
         crashing_loader(RuntimeError("a defect of the library")).load(spec(1))
     assert "a defect of the library" in caplog.text
+
+
+def test_a_library_that_cannot_start_a_grammar_again_ends_one_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check after the compilation has started it once."""
+    loader, reqs = loader_of(in_thread=True), [request("1"), request("1"), request("1")]
+    starts = iter([True, True, False, True])
+    start = HashGrammar.start
+
+    def start_or_not(self: HashGrammar) -> Matcher:
+        if next(starts):
+            return start(self)
+        raise RuntimeError("a defect of the library")
+
+    monkeypatch.setattr(HashGrammar, "start", start_or_not)
+    for req in reqs:
+        loader.attach(req, spec(1))
+    failed: list[tuple[Req, Exception]] = []
+    while loader.is_waiting:
+        failed += loader.collect(may_wait=True)
+    ((req, error),) = failed
+    assert req is reqs[1] and "its library failed" in str(error) and "a defect of the library" in caplog.text
+    assert reqs[0].grammar is not None and reqs[2].grammar is not None
 
 
 def test_too_little_memory_is_no_mistake_of_the_client() -> None:
