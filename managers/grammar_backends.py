@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 from typing import Any, Literal
 
 from ..srt.errors import InvalidRequest
@@ -51,6 +52,9 @@ _LIMITS: Any = {
     "verbose_errors": False,
 }
 """Of llguidance. A step at its limits takes some 10 ms, a compilation some 100 ms."""
+_PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
+_TRANSLATION = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+"""Lines of the grammar in llguidance's notation, with their numbers. They follow its error."""
 
 
 def make_compiler(backend: Backend, vocabulary: Vocabulary, *, only_check: bool = False) -> GrammarCompiler:
@@ -139,8 +143,22 @@ class LLGuidanceCompiler:
             raise invalid(spec, str(error)) from None
         matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise invalid(spec, matcher.get_error())
+            raise invalid(spec, self._reason(spec, matcher.get_error()))
         return _LLGrammar(matcher)
+
+    def _reason(self, spec: GrammarSpec, error: str) -> str:
+        """Why a grammar is refused, without the translation that the library quotes. Names the JSON schema of a tag."""
+        if spec.kind == "ebnf":
+            return error
+        reason = _TRANSLATION.sub("", _PLACE.sub("", error))
+        if spec.kind == "structural_tag":
+            for schema in schemas_in(form_of(spec.text)):
+                text = json.dumps(schema)
+                try:
+                    self.compile(GrammarSpec("json_schema", text))
+                except InvalidRequest:
+                    return f"{reason}, in the schema {text}"
+        return reason
 
     def _translate(self, spec: GrammarSpec) -> str:
         """The grammar in the library's own notation. Raises ValueError, RecursionError."""

@@ -44,7 +44,7 @@ class GrammarChecks(Protocol):
 
 
 async def check_grammar(checks: GrammarChecks | None, grammar: GrammarSpec, param: str) -> None:
-    """Returns if the grammar can be used. Raises InvalidRequest, which names `param`.
+    """Returns if the grammar can be used. Raises InvalidRequest, which names `param`, the field of the request.
 
     `checks`: None refuses every grammar.
     """
@@ -54,7 +54,10 @@ async def check_grammar(checks: GrammarChecks | None, grammar: GrammarSpec, para
         await checks.check(grammar)
     except InvalidRequest as error:
         # Other requests may wait for the same error, so it is copied.
-        raise type(error)(error.message, param=param) from None
+        message = error.message
+        if message.startswith(f"{grammar.kind} "):
+            message = param + message.removeprefix(grammar.kind)
+        raise type(error)(message, param=param) from None
 
 
 class GrammarChecker:

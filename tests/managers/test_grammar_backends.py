@@ -259,6 +259,26 @@ def test_a_bad_grammar_is_refused_by_name(exact: GrammarCompiler, given: dict[st
 
 
 @pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (
+            {"type": "json_schema", "json_schema": {"type": "frog"}},
+            'Invalid type: frog, in the schema {"type": "frog"}',
+        ),
+        ({"type": "or", "elements": [{"type": "regex", "pattern": "("}]}, "error: unclosed group"),
+    ],
+)
+def test_an_error_in_a_tag_quotes_the_request_and_not_its_translation(
+    exact: GrammarCompiler, form: Any, says: str
+) -> None:
+    good = {"type": "json_schema", "json_schema": {"type": "object"}}
+    with pytest.raises(InvalidRequest) as caught:
+        exact.compile(spec_of(structural_tag={"format": {"type": "sequence", "elements": [good, form]}}))
+    assert caught.value.message.endswith(says)
+    assert "start:" not in caught.value.message and " at " not in caught.value.message
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"regex": "(a{1,1000}){1,1000}"},

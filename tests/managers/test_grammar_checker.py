@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tercet.managers.grammar_checker import GrammarChecker
+from tercet.managers.grammar_checker import GrammarChecker, check_grammar
 from tercet.srt.errors import EngineDead, InvalidRequest, QueueFull
 from tercet.srt.grammar_spec import GrammarSpec
 
@@ -65,6 +65,18 @@ def test_a_bad_grammar_is_remembered_too() -> None:
         assert worker.compiled == ["bad one"]
 
     asyncio.run(work())
+
+
+def test_an_error_names_the_field_of_the_request() -> None:
+    """A client that sends `tools` has never heard of structural tags."""
+
+    class Refusing:
+        async def check(self, spec: GrammarSpec) -> None:
+            raise InvalidRequest(f"{spec.kind} cannot be used: no reason", param=spec.kind)
+
+    with pytest.raises(InvalidRequest) as caught:
+        asyncio.run(check_grammar(Refusing(), GrammarSpec("structural_tag", "{}"), "tools"))
+    assert (caught.value.message, caught.value.param) == ("tools cannot be used: no reason", "tools")
 
 
 def test_verdicts_take_bounded_memory_and_the_oldest_goes_first() -> None:

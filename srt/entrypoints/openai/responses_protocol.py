@@ -64,7 +64,9 @@ class ResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     type: Annotated[Literal["function"], doc("Always `function`; tools that a server runs are not supported")]
     name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`")]
     description: Annotated[str | None, doc("What the function does; the model reads it")] = None
-    parameters: Annotated[dict[str, Any] | None, doc("JSON Schema of the arguments; default: any object")] = None
+    parameters: Annotated[
+        dict[str, Any] | None, doc("JSON Schema of the arguments, of type object; default: any object")
+    ] = None
     strict: Annotated[bool | None, doc("As in /v1/chat/completions; default false")] = None
 
 

@@ -238,6 +238,12 @@ def _check_functions(functions: Sequence[Function], param: str) -> dict[str, Fun
             )
         if name in offered:
             raise InvalidRequest(f"two functions have the name {shown(name)}", param=f"{param}[{i}]")
+        kind = (function.parameters or {}).get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            raise InvalidRequest(
+                f"the parameters of the function {shown(name)} must have type object, got {shown(kind)}",
+                param=f"{param}[{i}]",
+            )
         offered[name] = function
     return offered
 

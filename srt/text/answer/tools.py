@@ -19,8 +19,8 @@ class Functions:
         return iter(self._parameters)
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """The schema of the parameters. Without one, a function takes any object."""
-        return self._parameters[name] or {"type": "object"}
+        """The schema of the parameters, which are an object. Without one, a function takes any object."""
+        return {**(self._parameters[name] or {}), "type": "object"}
 
     def is_text(self, name: str, parameter: str) -> bool | None:
         """Whether a parameter is a string by its schema. None: the schema allows other types, or does not say."""

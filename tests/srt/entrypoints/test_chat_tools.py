@@ -156,6 +156,11 @@ def test_token_ids_beside_calls(site: Site) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]", "letters, digits"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]", "1 to 128"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1]", "two functions have the name 'f'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["array", "null"]}}}]},
+            "tools[0]",
+            "the parameters of the function 'f' must have type object, got ['array', 'null']",
+        ),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "invalid enum value 'custom'"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tool_choice": "any"}, "tool_choice", "any"),

@@ -203,3 +203,17 @@ def test_a_function_without_parameters_gets_none() -> None:
     grammar = compile_exact(must_call("qwen3_coder", functions, ["f"], several=False))
     assert takes(grammar, "<tool_call>\n<function=f>\n\n</function>\n</tool_call>")
     assert not takes(grammar, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>")
+
+
+@pytest.mark.parametrize("name", sorted(ONE))
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"x": {"type": "string"}}}, {"description": "f"}, {"type": ["object", "null"]}]
+)
+def test_the_arguments_of_a_required_call_are_an_object_whatever_the_schema_says(name: str, schema: Any) -> None:
+    """The readers take nothing else for a call."""
+    functions = Functions({"f": schema, "g": None})
+    grammar = compile_exact(must_call(name, functions, ["g", "f"], several=False))
+    text = ONE[name].replace("city", "x")
+    assert takes(grammar, text)
+    if '{"x": "P"}' in text:
+        assert not any(takes(grammar, text.replace('{"x": "P"}', value)) for value in ("null", "1", '"P"', "[]"))
