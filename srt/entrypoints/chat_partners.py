@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from .engine import Engine
+from .wire import shown
 
 ChatMessage: TypeAlias = dict[str, str]
 """`role` and `content`"""
@@ -18,7 +19,7 @@ ChatMessage: TypeAlias = dict[str, str]
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
 _PROBE_TIMEOUT_S = 1.0
-_DONE = "[DONE]"
+_DONE = b"[DONE]"
 
 
 class ChatError(Exception):
@@ -88,7 +89,7 @@ class ServerChat:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._connect_timeout_s = connect_timeout_s
         with closing(self._request("GET", "/v1/models")) as response:
-            models = _json(response.read())
+            models = _json(_read(response))
         try:
             self._model = str(models["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
@@ -102,17 +103,13 @@ class ServerChat:
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
         with closing(self._request("POST", "/v1/chat/completions", body)) as response:
-            while line := response.readline():
+            for line in _lines(response):
                 if not line.startswith(b"data:"):
                     continue
                 data = line.removeprefix(b"data:").strip()
-                if data.decode() == _DONE:
+                if data == _DONE:
                     return
-                event = _json(data)
-                if "error" in event:
-                    raise ChatError(_message_of(event, "the server failed"))
-                for choice in event.get("choices", ()):
-                    yield choice["delta"].get("content") or ""
+                yield _text_of(data)
         raise ChatError("the stream ended before the answer was complete")
 
     def close(self) -> None:
@@ -136,7 +133,7 @@ class ServerChat:
             raise ChatError(f"{self._base_url} does not answer: {error}") from error
         if response.status != 200:
             with closing(response):
-                raise ChatError(_message_of(_json(response.read()), f"{self._base_url} answered {response.status}"))
+                raise ChatError(_message_of(_json(_read(response)), f"{self._base_url} answered {response.status}"))
         return response
 
 
@@ -150,11 +147,44 @@ def find_server(base_url: str, api_key: str | None) -> ServerChat | None:
         raise
 
 
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """The body, as far as it came."""
+    try:
+        return response.read()
+    except http.client.IncompleteRead as error:
+        return error.partial
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The lines of the body. A body that is cut ends after its last whole line."""
+    while True:
+        try:
+            line = response.readline()
+        except http.client.IncompleteRead:
+            return
+        if not line:
+            return
+        yield line
+
+
 def _json(data: bytes) -> Any:
+    """The JSON value, or None if the data is no JSON."""
     try:
         return json.loads(data)
     except ValueError:
-        return {}
+        return None
+
+
+def _text_of(data: bytes) -> str:
+    """The new text in an event of a stream. Raises ChatError for an error, and for data of another kind."""
+    event = _json(data)
+    try:
+        if event.get("error") is not None:
+            raise ChatError(_message_of(event, "the server failed"))
+        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+        return "".join(delta.get("content") or "" for delta in deltas)
+    except (AttributeError, TypeError):
+        raise ChatError(f"the server sent an event that is no part of a chat: {shown(data)}") from None
 
 
 def _message_of(body: Any, otherwise: str) -> str:

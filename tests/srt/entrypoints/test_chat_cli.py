@@ -1,4 +1,5 @@
-"""`tercet chat` with text that its terminal or pipe cannot represent. Its other tests are in test_cli.py."""
+"""`tercet chat` with text that its terminal or pipe cannot represent, and with servers that break off or write another
+dialect. Its other tests are in test_cli.py."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
 from toy_engine import environment
+
+from tercet.srt.entrypoints.chat_partners import ChatError, ChatOptions, ServerChat
+
+HELLO = b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
 
 
 def test_text_outside_the_encoding_of_the_terminal_is_replaced(tmp_path: Path) -> None:
@@ -45,3 +52,52 @@ def test_text_outside_the_encoding_of_the_terminal_is_replaced(tmp_path: Path) -
         echo.shutdown()
         thread.join()
     assert (ran.stdout, ran.stderr, ran.returncode) == (b"?caf?\n", b"", 0)
+
+
+def answered(head: bytes, body: bytes) -> str:
+    """The text of the answer of a server that writes this, and then closes the connection."""
+
+    class Writer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b'HTTP/1.1 200 OK\r\n\r\n{"data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.wfile.write(b"HTTP/1.1 " + head + b"\r\n\r\n" + body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Writer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            chat = ServerChat(f"http://127.0.0.1:{server.server_port}", None)
+            return "".join(chat.answer([{"role": "user", "content": "hi"}], ChatOptions()))
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "says"),
+    [
+        (b"200 OK\r\nTransfer-Encoding: chunked", b"%x\r\n%s\r\n99\r\ndata: {" % (len(HELLO), HELLO), "ended before"),
+        (b"200 OK\r\nContent-Length: 999", HELLO, "ended before"),
+        (b"502 Bad Gateway\r\nContent-Length: 999", b"<html>", "answered 502"),
+        (b"200 OK", b"data: []\n\n", r"no part of a chat: b'\[\]'"),
+        (b"200 OK", b"data: \xff\n\n", r"no part of a chat: b'\\xff'"),
+        (b"200 OK", b'data: {"choices": [1]}\n\n', "no part of a chat"),
+        (b"200 OK", b'data: {"error": {"message": "no luck"}}\n\n', "no luck"),
+    ],
+)
+def test_an_answer_that_is_cut_or_no_chat_is_an_error_and_does_not_end_the_conversation(
+    head: bytes, body: bytes, says: str
+) -> None:
+    with pytest.raises(ChatError, match=says):
+        answered(head, body)
+
+
+def test_other_servers_write_null_for_what_an_event_lacks() -> None:
+    nulls = b'data: {"choices": null, "error": null}\n\ndata: {"choices": [{"delta": null}]}\n\n'
+    assert answered(b"200 OK", nulls + HELLO + DONE) == "Hello"
