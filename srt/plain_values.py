@@ -26,11 +26,20 @@ def plain_value(value: Any) -> Any:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_from_array, builtin_types=_BYTES)
     except TypeError as error:
         raise InvalidRequest(f"a request must consist of values that JSON can represent: {error}") from error
+    except RecursionError:
+        raise InvalidRequest("the request is nested too deeply, or contains itself") from None
 
 
 def check_in_json(value: Any, path: str) -> None:
     """Raises InvalidRequest for values that JSON cannot represent: numbers that are not finite, text that is not
-    Unicode, bytes."""
+    Unicode, bytes. Also for a value that is nested too deeply."""
+    try:
+        _check_in_json(value, path)
+    except RecursionError:
+        raise InvalidRequest(f"{path} is nested too deeply", param=path) from None
+
+
+def _check_in_json(value: Any, path: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{path} must be a finite number, got {value}", param=path)
     if isinstance(value, _BYTES):
@@ -42,10 +51,10 @@ def check_in_json(value: Any, path: str) -> None:
             raise InvalidRequest(f"{path} must be valid Unicode: {error}", param=path) from error
     elif isinstance(value, dict):
         for key, item in value.items():
-            check_in_json(item, f"{path}.{key}")
+            _check_in_json(item, f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            check_in_json(item, f"{path}[{i}]")
+            _check_in_json(item, f"{path}[{i}]")
 
 
 def converted(kind: type[T], values: Mapping[str, Any]) -> T:

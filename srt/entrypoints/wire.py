@@ -31,6 +31,8 @@ _SHOWN_CHARS = 80
 _MESSAGE_CHARS = 300
 _PATH = re.compile(r" - at `\$\.?([^`]*)`\Z")
 _UNKNOWN = re.compile(r"\AObject contains unknown field `(.*)`\Z", re.DOTALL)
+_TRUNCATED = "Input data was truncated"
+_BLANKS = b" " * len(r"\u0000")
 _MISSING = re.compile(r"\AObject missing required field `(.*)`\Z")
 
 
@@ -127,10 +129,21 @@ class BodyCodec(Generic[T]):
         except msgspec.DecodeError as error:
             if not body.strip():
                 raise InvalidRequest("the body is empty; a JSON object is required") from None
-            reason = str(error).removeprefix("JSON is malformed: ")
-            raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
+            raise InvalidRequest(f"the body is not valid JSON: {self._reason(body, error)}") from None
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
+
+    def _reason(self, body: bytes | bytearray, error: msgspec.DecodeError) -> str:
+        """Why a body is no JSON.
+
+        Near the end of a body, the decoder takes half of a surrogate pair for a truncated body. Blanks show the cause.
+        """
+        if str(error) == _TRUNCATED:
+            try:
+                self._decoder.decode(body + _BLANKS)
+            except msgspec.DecodeError as later:
+                error = later if "surrogate" in str(later) else error
+        return str(error).removeprefix("JSON is malformed: ")
 
     def convert(self, value: Any) -> T:
         """Makes a body from plain Python values, with the same checks. They may be of any size."""
@@ -261,7 +274,9 @@ def _hint(name: str, struct: msgspec.inspect.StructType | None) -> str:
     for field in struct.fields:
         if any(inner_field.encode_name == name for inner in _structs(field.type) for inner_field in inner.fields):
             near.append(f"{field.encode_name}.{name}")
-    near += difflib.get_close_matches(name[:_SHOWN_CHARS], [field.encode_name for field in struct.fields])
+    refused = {other for other, _, _ in _restricted_fields(struct.cls)}
+    known = [field.encode_name for field in struct.fields if field.name not in refused]
+    near += difflib.get_close_matches(name[:_SHOWN_CHARS], known)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -82,7 +82,9 @@ def test_any_other_value_is_refused_by_name(extra: str, name: str, accepted: str
         ("{", None, "not valid JSON: Input data was truncated"),
         ('{"text": "a"} x', None, "not valid JSON: trailing characters"),
         ('{"text": NaN}', None, "not valid JSON"),
-        ('{"text": "\\ud800 abcdef"}', None, "not valid JSON"),
+        ('{"text": "\\ud800 abcdef"}', None, "not valid JSON: unexpected end of escaped utf-16 surrogate pair"),
+        ('{"text": "\\ud800"}', None, "not valid JSON: unexpected end of escaped utf-16 surrogate pair"),
+        ('{"text": "\\ud8', None, "not valid JSON: Input data was truncated"),
         (b'{"text": "\xff"}', None, "not valid UTF-8"),
         ('{"text": "a", "things": ' + "[" * 50_000 + "]" * 50_000 + "}", None, "nested too deeply"),
         ('{"text": "a", "zero": 1e999}', "zero", "number out of range"),
@@ -97,6 +99,7 @@ def test_what_is_wrong_is_said(body: str | bytes, param: str | None, says: str) 
 
 def test_a_name_like_no_other_gets_no_hint() -> None:
     assert failure('{"text": "a", "qqqq": 1}').message == "unknown field 'qqqq'"
+    assert failure('{"text": "a", "zeros": 1}').message == "unknown field 'zeros'", "zero would be refused, too"
 
 
 def test_a_hostile_name_is_shown_short_and_on_one_line() -> None:
