@@ -145,6 +145,9 @@ class StepCostModel:
     FAR_RATIO, NUM_FAR = 2.0, 4
     """So many steps of a kind in a row that are all this many times longer than predicted, or all shorter, are no
     outliers. The machine has changed its speed, and earlier steps of the kind count as if it had had the new one."""
+    _MIN_PREDICTED = 1e-4
+    """A prediction that is a smaller share of the time of its step is none: no step before was like this one. No
+    machine changes its speed by so much."""
     _KEPT_OF_OTHERS = 1e-3
     _SWEEPS = 4
     _DECODES_PER_SOLUTION = 8
@@ -193,12 +196,12 @@ class StepCostModel:
     def _add(self, shape: StepShape, seconds: float, is_believed: bool) -> None:
         """Add a step to the normal equations. `is_believed`: it counts however far from the prediction it is."""
         kind = int(shape.is_extend)
-        unit = self._cost.seconds(shape)
-        if is_believed or unit <= 0:
+        unit = 0.0 if is_believed else self._predicted(self._cost, shape, seconds)
+        if unit and self._has_changed(kind, shape, seconds):
+            unit = self._predicted(self._cost, shape, seconds)
+        if not unit:
             unit = seconds  # a long first step is an exception rather than the rule, so it has little weight
         else:
-            if self._has_changed(kind, shape, seconds):
-                unit = self._cost.seconds(shape)
             seconds = min(max(seconds, unit / self.MAX_RATIO), unit * self.MAX_RATIO)
             self._error[kind] += (1 - self.KEPT) * ((seconds / unit - 1) ** 2 - self._error[kind])
         z = np.array((1, *shape)) / _SCALES_ARRAY / unit
@@ -206,6 +209,11 @@ class StepCostModel:
         self._squares[kind] += z[:, None] * z
         self._targets[kind] *= self.KEPT
         self._targets[kind] += z * (seconds / unit)
+
+    def _predicted(self, cost: StepCost, shape: StepShape, seconds: float) -> float:
+        """The time of a step that took `seconds`, by `cost`. 0: there is no prediction."""
+        predicted = cost.seconds(shape)
+        return predicted if predicted > self._MIN_PREDICTED * seconds else 0.0
 
     def _has_changed(self, kind: int, shape: StepShape, seconds: float) -> bool:
         """Notes how far a step is from its prediction. If the machine has changed, adapts to it."""
@@ -217,7 +225,11 @@ class StepCostModel:
         if far is None or far.is_longer != (ratio > 1):
             far = _FarSteps(ratio > 1, self._cost, self._squares[kind].copy(), self._targets[kind].copy(), [])
             self._far[kind] = far
-        far.ratios.append(seconds / far.cost.seconds(shape))
+        before_s = self._predicted(far.cost, shape, seconds)
+        if not before_s:
+            self._far[kind] = None
+            return False
+        far.ratios.append(seconds / before_s)
         if len(far.ratios) < self.NUM_FAR:
             return False
         change = sorted(far.ratios)[self.NUM_FAR // 2]

@@ -196,6 +196,49 @@ def test_steps_far_from_the_predictions_on_both_sides_are_outliers(ratios: tuple
         assert model.cost.seconds(shape) < 2 * SLOW.seconds(shape)
 
 
+def after_short_prompts(ratio: float) -> StepCostModel:
+    """The time of its steps was that of their tokens alone. Then a short one took longer by `ratio`."""
+    model = StepCostModel()
+    for place in range(12):
+        num_tokens, seconds = ((10, 0.004), (100, 0.1), (400, 0.4))[place % 3]
+        model.observe(StepShape.of_prompt(0, num_tokens), seconds)
+    assert model.cost.seconds(UNKNOWN) == 0
+    short = StepShape.of_prompt(0, 5)
+    model.observe(short, ratio * model.cost.seconds(short))
+    assert model.cost.seconds(UNKNOWN) > 0
+    return model
+
+
+UNKNOWN = StepShape(True, 1, 0, 0, 50, 1)
+"""An extend step without prompts: a request with hidden states decodes."""
+
+
+@pytest.mark.parametrize("ratio", [2.1, 3.0, 10.0])
+def test_a_step_unlike_those_before_the_far_ones_tells_no_change_of_speed(ratio: float) -> None:
+    model = after_short_prompts(ratio)
+    for shape, seconds in ((UNKNOWN, 0.02), (StepShape.of_prompt(0, 400), 0.4)):
+        for _ in range(8):
+            model.observe(shape, seconds)
+        assert model.cost.seconds(shape) == pytest.approx(seconds, rel=0.1)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from([UNKNOWN, *(StepShape.of_prompt(0, count) for count in (1, 10, 400))]),
+            st.sampled_from([1e-5, 0.004, 0.1, 0.4, 10.0]),
+        ),
+        max_size=16,
+    )
+)
+@settings(deadline=None)
+def test_any_steps_after_far_ones_are_learned(steps: list[tuple[StepShape, float]]) -> None:
+    model = after_short_prompts(3.0)
+    for shape, seconds in steps:
+        model.observe(shape, seconds)
+        assert all(0 <= value < np.inf for value in model.cost)
+
+
 def test_the_first_step_of_each_kind_teaches_nothing() -> None:
     model = StepCostModel()
     for shape in (StepShape.of_prompt(0, 100), StepShape(False, 1, 0, 0, 100)):
