@@ -138,6 +138,20 @@ def test_no_times_make_a_cost_negative(steps: list[tuple[int, float]]) -> None:
         assert all(np.isfinite(value) and value >= 0 for value in model.cost)
 
 
+def test_steps_of_any_times_can_be_observed() -> None:
+    """Beside other programs, times jump by factors of 1000, and the fit may predict 0 for a step."""
+    for seed in range(300):
+        rng, model = Random(seed), StepCostModel()
+        for _ in range(120):
+            num_rows, start = rng.randint(0, 6), rng.randint(0, 300)
+            shape = StepShape(False, num_rows + 1, 0, 0, (num_rows + 1) * rng.randint(1, 300))
+            if rng.random() < 0.5:
+                joined = StepShape(True, num_rows, 0, 0, num_rows * rng.randint(1, 300), num_rows)
+                shape = StepShape.of_prompt(start, start + rng.randint(1, 40)).plus(joined)
+            model.observe(shape, 10 ** rng.uniform(-4.5, -1.5))
+            assert all(np.isfinite(value) and value >= 0 for value in model.cost)
+
+
 def test_the_cost_of_prompts_survives_any_number_of_decode_steps() -> None:
     model = fitted(FAST, noise=0.02)
     before = FAST.seconds(StepShape.of_prompt(0, 500)), model.cost.seconds(StepShape.of_prompt(0, 500))
