@@ -10,8 +10,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ...managers.generation import error_of
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import EngineBusy, EngineDead, EnginePaused, EngineRestarting, InvalidRequest
+from ..errors import EngineBusy, EngineDead, EnginePaused, EngineRestarting, InvalidRequest, QueueFull
 from ..io_struct import AbortFinish, SchedulerState
 from ..kv_events import read_config
 from ..request_options import RequestOptions
@@ -121,7 +122,10 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
     finally:
         generation.close()
     if isinstance(out.finish, AbortFinish):
-        raise EngineDead("the probe request was aborted")
+        failed = error_of(out.finish)
+        if isinstance(failed, QueueFull):
+            raise failed
+        raise EngineDead(f"the probe request has no token: {out.finish.message}")
     return json_response(Status("ok"))
 
 

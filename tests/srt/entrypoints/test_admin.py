@@ -70,10 +70,19 @@ def test_health_generate_gives_up_in_time(hasty: Site) -> None:
     assert hasty.idle()
 
 
-@pytest.mark.parametrize("finish", [AbortFinish("asked for"), AbortFinish("not a number", 500, "InvalidLogits")])
-def test_health_generate_wants_a_token(site: Site, finish: AbortFinish) -> None:
+@pytest.mark.parametrize(
+    ("finish", "code"),
+    [
+        (AbortFinish("asked for"), "engine_dead"),
+        (AbortFinish("not a number", 500, "InvalidLogits"), "engine_dead"),
+        (AbortFinish("the queue is full", 503, "QueueFull", retry_after_s=7), "queue_full"),
+    ],
+)
+def test_health_generate_wants_a_token_and_says_why_there_is_none(site: Site, finish: AbortFinish, code: str) -> None:
     site.scheduler.fail = (0, finish)
-    assert site.get("/health_generate").status_code == 503
+    answer = site.get("/health_generate")
+    assert answer.status_code == 503 and finish.message in answer.text and error_of(answer)["code"] == code
+    assert answer.headers["retry-after"] == ("7" if code == "queue_full" else "1")
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
