@@ -211,6 +211,8 @@ def test_paths_and_load_formats(tmp_path, load):
         load_model_config(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir FOLDER"):
         load_model_config("Qwen/Qwen3-0.6B")
+    with pytest.raises(FileNotFoundError, match=r"a config\.json$"):  # a mistyped file is no repository
+        load_model_config("models/qwen3.gguf")
     with pytest.raises(FileNotFoundError, match=r"is missing; give a directory with config\.json, or a \.gguf file"):
         load_model_config(tmp_path)
     load(LLAMA)
