@@ -148,15 +148,16 @@ class QueueLimits:
         rate = self._rate.tokens_per_s
         retry_after_s = None
         if rate is not None:
-            one_s = self._tokens_before(refused) / num_waiting / rate
+            one_s = (self._unfinished_tokens() + queues.waiting.num_tokens) / num_waiting / rate
             retry_after_s = self._retry_after_s(refused, one_s, one_s)
         return refused, QueueFull.of(num_waiting, retry_after_s)
 
     def _tokens_before(self, req: Req) -> int:
         """Tokens to compute before a new request, if those of its tenant and priority keep the order of arrival."""
-        queues = self._queues
-        num_tokens = sum(other.num_tokens - other.kv_len for other in queues.unfinished)
-        return num_tokens + queues.waiting.num_tokens_before(req)
+        return self._unfinished_tokens() + self._queues.waiting.num_tokens_before(req)
+
+    def _unfinished_tokens(self) -> int:
+        return sum(req.num_tokens - req.kv_len for req in self._queues.unfinished)
 
     def _retry_after_s(self, req: Req, drained_s: float, service_s: float) -> int:
         """`drained_s`: until the queue will have a place for the refused request. `service_s`: its own share of it."""

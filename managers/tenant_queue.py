@@ -17,6 +17,9 @@ from .req import Req
 from .tenant_shares import TenantShares
 from .waiting_queue import Level, WaitingQueue
 
+_MAX_COMPARED = 64
+"""Tenants with equal places that are compared at once. There may be thousands, and a full queue compares them often."""
+
 
 class TenantLevel(Level):
     """The waiting requests of one urgency, and of each tenant that has any here."""
@@ -25,6 +28,9 @@ class TenantLevel(Level):
         """`places`: the number of waiting requests of each tenant in all levels, which this one keeps up to date."""
         super().__init__(urgency)
         self.tenants: dict[str, Level] = {}
+        self._by_places: dict[float, dict[str, None]] = {}
+        """The tenants by their requests here, for their weights. Those that have changed last are last. No group is
+        empty."""
         self._shares = shares
         self._places = places
 
@@ -32,12 +38,15 @@ class TenantLevel(Level):
         super().add(req)
         self._shares.join(req.tenant)
         self._places[req.tenant] += 1
-        self.tenants.setdefault(req.tenant, Level(self.urgency)).add(req)
+        own = self.tenants.setdefault(req.tenant, Level(self.urgency))
+        own.add(req)
+        self._regroup(req.tenant, len(own.reqs) - 1, len(own.reqs))
 
     def remove(self, req: Req) -> None:
         super().remove(req)
         own = self.tenants[req.tenant]
         own.remove(req)
+        self._regroup(req.tenant, len(own.reqs) + 1, len(own.reqs))
         if not own.reqs:
             del self.tenants[req.tenant]
         self._places[req.tenant] -= 1
@@ -59,16 +68,34 @@ class TenantLevel(Level):
     def gives_way_to(self, req: Req) -> Req | None:
         """The newest request of the tenant with the most places, for its weight. It needs more than that of `req`
         would have, unless `req` is more urgent. Of equals, the tenant that has had most, and then the newest request.
+        Of very many equals, the tenants that have changed last go first.
         """
-        shares = self._shares
-        places = {name: len(level.reqs) / shares.weight(name) for name, level in self.tenants.items()}
         enough = 0.0
         if req.urgency == self.urgency:
-            enough = places.get(req.tenant, 0.0) + 1 / shares.weight(req.tenant)
-        too_many = [name for name in places if places[name] > enough]
-        too_many.sort(key=lambda name: (-places[name], -shares.position(name), -self.tenants[name].last_arrival))
-        found = (self.tenants[name].newest() for name in too_many)
-        return next((one for one in found if one is not None), None)
+            own = self.tenants.get(req.tenant)
+            enough = (1 + (0 if own is None else len(own.reqs))) / self._shares.weight(req.tenant)
+        for places in sorted(self._by_places, reverse=True):
+            if places <= enough:
+                break
+            equals = reversed(self._by_places[places])
+            while names := list(islice(equals, _MAX_COMPARED)):
+                names.sort(key=lambda name: (-self._shares.position(name), -self.tenants[name].last_arrival))
+                found = (self.tenants[name].newest() for name in names)
+                newest = next((one for one in found if one is not None), None)
+                if newest is not None:
+                    return newest
+        return None
+
+    def _regroup(self, tenant: str, before: int, now: int) -> None:
+        """The tenant had so many requests here, and has so many now."""
+        weight = self._shares.weight(tenant)
+        if before:
+            group = self._by_places[before / weight]
+            del group[tenant]
+            if not group:
+                del self._by_places[before / weight]
+        if now:
+            self._by_places.setdefault(now / weight, {})[tenant] = None
 
     def in_turn(self, count: int) -> Iterator[Req]:
         """At most `count` requests, one of each tenant in turn. First those of the tenants that have had least."""

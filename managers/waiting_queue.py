@@ -107,7 +107,9 @@ class WaitingQueue(Collection[Req]):
         """By urgency. None is empty."""
         self._order: list[int] = []
         """The urgencies of the levels, each times -1, sorted: most urgent first."""
-        self._num_tokens = TokensByUrgency()
+        self.num_tokens = 0
+        """What all of them have to compute."""
+        self._tokens_by_urgency = TokensByUrgency()
         self._len = 0
         self.num_changes = 0
         """How often requests have come or left."""
@@ -150,7 +152,8 @@ class WaitingQueue(Collection[Req]):
 
     def _count(self, req: Req, sign: int) -> None:
         self._len += sign
-        self._num_tokens.add(req.urgency, sign * req.queued_tokens)
+        self.num_tokens += sign * req.queued_tokens
+        self._tokens_by_urgency.add(req.urgency, sign * req.queued_tokens)
 
     @property
     def lowest_urgency(self) -> float:
@@ -165,7 +168,7 @@ class WaitingQueue(Collection[Req]):
         """Tokens of waiting requests that are computed before a new one."""
         level = self._levels.get(req.urgency)
         equally_urgent = 0 if level is None else level.num_tokens_before(req)
-        return self._num_tokens.at_least(req.urgency + 1) + equally_urgent
+        return self._tokens_by_urgency.at_least(req.urgency + 1) + equally_urgent
 
     def gives_way_to(self, req: Req) -> Req | None:
         """The waiting request to refuse in place of a new one. None: none of them."""

@@ -14,6 +14,7 @@ from scheduler_rig import Rig
 from fakes import FakeClock
 from tercet.managers.queue_limits import DrainRate, QueueLimits
 from tercet.managers.req import Req
+from tercet.managers.tenant_shares import TenantShares
 from tercet.srt.errors import MAX_RETRY_AFTER_S, QueueFull
 from tercet.srt.io_struct import AbortFinish, LengthFinish, PauseReq
 
@@ -129,6 +130,18 @@ def test_a_full_queue_tells_when_to_come_back() -> None:
     num_returns = sum(name.endswith("!") for name in load.refusals)
     assert len(load.refusals) > 60 and num_returns < 0.25 * len(load.refusals)
     assert len(load.waits_s()) == 200
+
+
+def test_a_full_queue_of_many_tenants_tells_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(overlap=False, audit=False, policy="dlpm", max_queued=40, max_running=2)
+    Load(rig, returns=False).run(overload(60, 60.0, seed=4))
+    rig.heard.clear()
+    monkeypatch.delattr(TenantShares, "num_tokens_until")
+    for index in range(60):
+        rig.add(f"x{index}", [index] * 30, max_new_tokens=1, tenant=f"t{index}")
+    rig.run()
+    told = [heard.finish.retry_after_s for heard in rig.heard.values() if isinstance(heard.finish, AbortFinish)]
+    assert len(told) > 15 and all(told)
 
 
 def test_nothing_is_refused_before_anything_is_measured() -> None:

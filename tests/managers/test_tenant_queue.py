@@ -105,6 +105,51 @@ def test_a_tenant_whose_requests_have_output_does_not_give_way() -> None:
     assert refused(queue, of("d", 99)) == 4
 
 
+class CountingShares(TenantShares):
+    num_asked = 0
+
+    def position(self, tenant: str) -> float:
+        self.num_asked += 1
+        return super().position(tenant)
+
+
+def test_who_gives_way_is_found_in_a_time_that_does_not_grow_with_the_tenants() -> None:
+    """A full queue asks for each request that arrives, and running requests wait meanwhile."""
+    queue = TenantQueue(shares := CountingShares({}, QUANTUM))
+    for arrival in range(4000):
+        queue.add(of(f"t{arrival % 2000}", arrival))
+    shares.num_asked = 0
+    assert refused(queue, of("new", 9999)) == 3999 and shares.num_asked <= 100
+    has_output = [req for req in queue if req.tenant != "t7"]
+    for req in has_output:
+        req.output_ids = [5]
+    assert refused(queue, of("new", 9999)) == 2007, "the only one that may be refused"
+    for req in list(queue):
+        queue.remove(req)
+    assert refused(queue, of("new", 9999)) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
+@settings(deadline=None)
+def test_the_tenant_with_the_most_places_is_known_after_any_changes(changes: list[tuple[str, bool]]) -> None:
+    weights = {"a": 2.0, "b": 0.5}
+    queue = TenantQueue(TenantShares(weights, QUANTUM))
+    waiting: list[Req] = []
+    for arrival, (tenant, arrives) in enumerate(changes):
+        if arrives:
+            queue.add(req := of(tenant, arrival))
+            waiting.append(req)
+        elif waiting:
+            queue.remove(waiting.pop(len(waiting) // 2))
+    places = {name: sum(req.tenant == name for req in waiting) / weights.get(name, 1.0) for name in "abcde"}
+    found = queue.gives_way_to(of("new", 99))
+    if max(places.values()) <= 1:
+        assert found is None
+    else:
+        assert found is not None and places[found.tenant] == max(places.values())
+        assert found == max((req for req in waiting if req.tenant == found.tenant), key=lambda req: req.arrival)
+
+
 def test_urgency_goes_before_shares() -> None:
     queue = filled("ab")
     queue.put_back([of("a", 10 + number, urgency=1) for number in range(3)])

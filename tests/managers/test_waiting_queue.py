@@ -67,7 +67,7 @@ def test_it_counts_its_changes_and_forgets_urgencies_without_requests() -> None:
     for req in reqs:
         queue.remove(req)
         seen.add(queue.num_changes)
-    assert not queue._num_tokens._sums
+    assert not queue._tokens_by_urgency._sums and queue.num_tokens == 0
     queue.put_back(reqs)
     seen.add(queue.num_changes)
     assert len(seen) == 6
