@@ -157,9 +157,7 @@ class Planner:
         chunks, nothing is preempted: a long candidate might not start beside it. A request that waits for its grammar,
         for files or for a prompt in chunks with its prefix is no candidate: the preempted ones would start again first.
         """
-        queues = self.queues
-        ready = (req for req in queues.waiting if req.pending_abort is None and not req.awaits_grammar)
-        candidate = next((req for req in ready if not self.kv.awaits_storage(req)), None)
+        queues, candidate = self.queues, self._first_ready()
         if candidate is None or candidate.num_steps_in_flight:
             return False
         if any(req.urgency >= candidate.urgency for req in queues.unfinished):
@@ -178,6 +176,11 @@ class Planner:
         if preempted:
             queues.send_back(preempted)
         return bool(preempted)
+
+    def _first_ready(self) -> Req | None:
+        """The waiting request that starts first if it has room. Others may wait for their grammars or for files."""
+        ready = (req for req in self.queues.waiting if req.pending_abort is None and not req.awaits_grammar)
+        return next((req for req in ready if not self.kv.awaits_storage(req)), None)
 
     def _enough_for(self, candidate: Req, victims: list[Req]) -> list[Req]:
         """The first of `victims` whose rows and KV let the candidate start. None of them if all are not enough."""
@@ -284,11 +287,11 @@ class Planner:
 
     def _due(self) -> Req | None:
         """The unfinished prompt that may not be held back any longer, if any. Those of higher priority still go
-        first, unless they wait for a prefix that an unfinished prompt computes."""
+        first, unless they cannot start, or wait for a prefix that an unfinished prompt computes."""
         oldest = self._oldest_unfinished() if self._num_held_back >= MAX_HELD_BACK else None
         if oldest is None:
             return None
-        first = next(iter(self.queues.waiting), None)
+        first = self._first_ready()
         if first is None or first.urgency <= oldest.urgency or awaits_prefix(self.kv, first, self._going_on()):
             return oldest
         return None
