@@ -17,6 +17,9 @@ from .tenant_shares import TenantShares
 OUTPUT_TOKEN_COST = 2
 """An output token counts as so many prefill tokens. It occupies a row of a step of its own, and is priced so."""
 
+_MIN_FORGET = 64
+"""Priorities in memory beside those in use. Clients choose them."""
+
 _place_of = attrgetter("place")
 _urgency_of = attrgetter("urgency")
 _tenant_of = attrgetter("tenant")
@@ -43,9 +46,10 @@ def make_policy(
 class FairPolicy(SchedulePolicy):
     """Deficit longest prefix match: of the tenants in credit, the request with the longest cached prefix goes first.
 
-    Requests of higher priority go first, of any tenant. With one tenant it is `lpm`. The bound on waiting holds among
-    the requests of a tenant: MAX_PASSED_OVER passes may admit a later request of the same tenant. Between tenants, the
-    shares are the bound. A bound across tenants would make those who send little wait behind those who send much.
+    Requests of higher priority go first, of any tenant. So each priority is shared by itself: the use of one counts in
+    no other. With one tenant it is `lpm`. The bound on waiting holds among the requests of a tenant: MAX_PASSED_OVER
+    passes may admit a later request of the same tenant. Between tenants, the shares are the bound. A bound across
+    tenants would make those who send little wait behind those who send much.
 
     Tokens are charged when they are computed: the uncached tokens of a prompt at its admission, output tokens at the
     next pass or at the end. Nothing is counted in a decode step.
@@ -56,20 +60,32 @@ class FairPolicy(SchedulePolicy):
     ) -> None:
         """`clock`: that of `Req.arrived_s`. `weights`, `quantum`: those of TenantShares."""
         super().__init__("dlpm", kv, clock)
-        self.shares = TenantShares(weights, quantum)
-        self.waiting = TenantQueue(self.shares, self._on_join)
+        self._weights = weights
+        self._quantum = quantum
+        self._shares: dict[int, TenantShares] = {}
+        """By urgency. Those without requests are removed before they are the majority."""
+        self.waiting = TenantQueue(self.shares_of, self._on_join)
         """The waiting queue of the engine."""
         self._num_charged: dict[Req, int] = {}
         """Admitted live requests, and how many of their output tokens are charged."""
-        self._num_admitted: Counter[str] = Counter()
-        """Those of each tenant."""
+        self._num_admitted: dict[int, Counter[str]] = {}
+        """Those of each urgency and tenant. None is empty."""
+
+    def shares_of(self, urgency: int) -> TenantShares:
+        shares = self._shares.get(urgency)
+        if shares is None:
+            shares = self._shares[urgency] = TenantShares(self._weights, self._quantum)
+        return shares
 
     def on_end(self, req: Req) -> None:
         self._charge_output(req)
         if self._num_charged.pop(req, None) is not None:
-            self._num_admitted[req.tenant] -= 1
-            if not self._num_admitted[req.tenant]:
-                del self._num_admitted[req.tenant]
+            admitted = self._num_admitted[req.urgency]
+            admitted[req.tenant] -= 1
+            if not admitted[req.tenant]:
+                del admitted[req.tenant]
+            if not admitted:
+                del self._num_admitted[req.urgency]
 
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
         """All of `waiting`, best first. Of more than MAX_SORTED, only some are sorted: those of the highest priority,
@@ -87,15 +103,10 @@ class FairPolicy(SchedulePolicy):
         if not admitted:
             return
         last: dict[str, tuple[int, int]] = {}
-        lowest = min(self.waiting.lowest_urgency, *map(_urgency_of, admitted))
         for req in admitted:
-            num_tokens = req.num_tokens - req.matched_len
-            if req.urgency == lowest:
-                self.shares.charge_chosen(req.tenant, num_tokens)
-            else:  # its urgency may have chosen it
-                self.shares.charge(req.tenant, num_tokens)
+            self.shares_of(req.urgency).charge_chosen(req.tenant, req.num_tokens - req.matched_len)
             self._charge_output(req)  # of the time before a retraction
-            self._num_admitted[req.tenant] += req not in self._num_charged
+            self._num_admitted.setdefault(req.urgency, Counter())[req.tenant] += req not in self._num_charged
             self._num_charged[req] = len(req.output_ids)
             last[req.tenant] = max(req.place, last.get(req.tenant, req.place))
         end = max(last.values())
@@ -110,13 +121,11 @@ class FairPolicy(SchedulePolicy):
 
         Read as far as a pass admits, so a pass pays only for the requests that it looks at.
         """
-        shares = self.shares
-        positions: dict[str, float] = {}
-        for _, equally_urgent in groupby(waiting, key=_urgency_of):
+        for urgency, equally_urgent in groupby(waiting, key=_urgency_of):
+            shares = self.shares_of(urgency)
             left = sorted(equally_urgent, key=self._rank)
             round_now = shares.round
-            for tenant in set(map(_tenant_of, left)):
-                positions.setdefault(tenant, shares.position(tenant))
+            positions = {tenant: shares.position(tenant) for tenant in set(map(_tenant_of, left))}
             while left:
                 lowest = min(positions[tenant] for tenant in map(_tenant_of, left))
                 round_now = max(round_now, math.floor(lowest) + 1)  # a refill, unless somebody is in credit
@@ -134,14 +143,21 @@ class FairPolicy(SchedulePolicy):
         is_young = req.passed_over < MAX_PASSED_OVER
         return is_young, -self._kv.match_len(req) if is_young else 0
 
-    def _on_join(self, tenant: str) -> None:
-        """The tenant is about to have requests waiting, and has none now."""
-        waiting, admitted = self.waiting, self._num_admitted.keys()
+    def _on_join(self, req: Req) -> None:
+        """The tenant of the request is about to have requests of its urgency waiting, and has none now."""
+        waiting, admitted = self.waiting.tenants(req.urgency), self._num_admitted.get(req.urgency, {}).keys()
         if not waiting and not admitted:
-            self.shares.clear()
-        elif waiting or admitted != {tenant}:
+            self._shares.pop(req.urgency, None)  # nobody has had anything at the expense of another
+            self._forget_unused()
+        elif waiting or admitted != {req.tenant}:
             self._charge_outputs()
-            self.shares.catch_up(chain(waiting.latest_tenants(), admitted))  # the last to join is the least ahead
+            latest_first = chain(reversed(waiting), admitted)  # the last to join is the least ahead
+            self.shares_of(req.urgency).catch_up(latest_first)
+
+    def _forget_unused(self) -> None:
+        if len(self._shares) > 2 * (len(self._num_admitted) + self.waiting.num_levels) + _MIN_FORGET:
+            used = {*self._num_admitted, *(level.urgency for level in self.waiting.levels())}
+            self._shares = {urgency: shares for urgency, shares in self._shares.items() if urgency in used}
 
     def _charge_outputs(self) -> None:
         for req in self._num_charged:
@@ -152,5 +168,5 @@ class FairPolicy(SchedulePolicy):
         num_tokens = len(req.output_ids)
         num_new = num_tokens - self._num_charged.get(req, num_tokens)
         if num_new:
-            self.shares.charge(req.tenant, OUTPUT_TOKEN_COST * num_new)
+            self.shares_of(req.urgency).charge(req.tenant, OUTPUT_TOKEN_COST * num_new)
             self._num_charged[req] = num_tokens

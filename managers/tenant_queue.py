@@ -25,7 +25,8 @@ class TenantLevel(Level):
     """The waiting requests of one urgency, and of each tenant that has any here."""
 
     def __init__(self, urgency: int, shares: TenantShares, places: Counter[str]) -> None:
-        """`places`: the number of waiting requests of each tenant in all levels, which this one keeps up to date."""
+        """`shares`: of this urgency. `places`: the number of waiting requests of each tenant in all levels, which this
+        one keeps up to date."""
         super().__init__(urgency)
         self.tenants: dict[str, Level] = {}
         self._by_places: dict[float, dict[str, None]] = {}
@@ -105,23 +106,27 @@ class TenantLevel(Level):
 
 
 class TenantQueue(WaitingQueue):
-    """A waiting queue whose tenants have shares."""
+    """A waiting queue whose tenants have shares, of each urgency by itself."""
 
-    def __init__(self, shares: TenantShares, on_join: Callable[[str], None] = lambda tenant: None) -> None:
-        """`on_join`: called before a tenant has requests waiting that had none."""
+    def __init__(
+        self, shares_of: Callable[[int], TenantShares], on_join: Callable[[Req], None] = lambda req: None
+    ) -> None:
+        """`shares_of`: those of an urgency. `on_join`: called with a request before it is added, if no request of its
+        tenant and its urgency waits."""
         super().__init__()
-        self._shares = shares
+        self._shares_of = shares_of
         self._on_join = on_join
         self._places: Counter[str] = Counter()
 
     def add(self, req: Req) -> None:
-        if req.tenant not in self._places:
-            self._on_join(req.tenant)
+        if req.tenant not in self.tenants(req.urgency):
+            self._on_join(req)
         super().add(req)
 
-    def latest_tenants(self) -> Iterator[str]:
-        """Those with requests waiting. Those that have joined last come first."""
-        return reversed(self._places)
+    def tenants(self, urgency: int) -> dict[str, Level]:
+        """Those with requests of this urgency waiting. Those that have joined last are last."""
+        level = self._levels.get(urgency)
+        return {} if level is None else cast("TenantLevel", level).tenants
 
     @property
     def has_several_tenants(self) -> bool:
@@ -140,4 +145,4 @@ class TenantQueue(WaitingQueue):
         return found
 
     def _make_level(self, urgency: int) -> TenantLevel:
-        return TenantLevel(urgency, self._shares, self._places)
+        return TenantLevel(urgency, self._shares_of(urgency), self._places)

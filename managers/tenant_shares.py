@@ -10,8 +10,10 @@ common `round`:
 So a refill of any number of tenants, any number of times, is one addition. A tenant has at most one quantum of credit.
 A tenant that is new, or that was idle, begins with a credit of 0. So idle time earns no credit, and a client gains
 nothing by changing its name. Nor does the use of an idle engine cost anything later: when a tenant joins, the round
-goes up to the least position of those that have requests (`catch_up`), as the virtual time of fair queueing does. An
-engine without requests forgets all debts (`clear`).
+goes up to the least position of those that have requests (`catch_up`), as the virtual time of fair queueing does.
+
+Each priority has shares of its own. If a refill of urgent requests had to wait for the less urgent ones of other
+tenants, tenants would hoard credit meanwhile.
 
 While two tenants both have requests waiting, their service, divided by their weights, differs by at most one quantum
 and what is charged for a request after its choice: its prefill, and the outputs of running requests.
@@ -58,10 +60,6 @@ class TenantShares:
             if least < self.round + 1:
                 return
         self.round = math.floor(least)
-
-    def clear(self) -> None:
-        """No tenant has requests: nobody has had anything at the expense of another."""
-        self._positions.clear()
 
     def position(self, tenant: str) -> float:
         """In rounds. The tenant is in credit if this is below `round`."""

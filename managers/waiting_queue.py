@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from itertools import chain, groupby, takewhile
-from math import inf
 from operator import attrgetter
 
 from .req import Req
@@ -123,6 +122,10 @@ class WaitingQueue(Collection[Req]):
     def __contains__(self, req: object) -> bool:
         return isinstance(req, Req) and req.urgency in self._levels and req in self._levels[req.urgency].reqs
 
+    @property
+    def num_levels(self) -> int:
+        return len(self._levels)
+
     def levels(self) -> Iterator[Level]:
         """Most urgent first."""
         return (self._levels[-key] for key in self._order)
@@ -154,11 +157,6 @@ class WaitingQueue(Collection[Req]):
         self._len += sign
         self.num_tokens += sign * req.queued_tokens
         self._tokens_by_urgency.add(req.urgency, sign * req.queued_tokens)
-
-    @property
-    def lowest_urgency(self) -> float:
-        """Infinite if nobody waits."""
-        return -self._order[-1] if self._order else inf
 
     def share_of(self, req: Req) -> str:
         """The tenant whose share of the engine serves a request; "" if there are no shares."""

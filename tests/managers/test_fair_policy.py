@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from random import Random
 
 import pytest
@@ -52,7 +53,7 @@ def test_of_those_in_credit_the_longest_prefix_goes_first() -> None:
     policy = make(kv)
     waiting = [of("a", 0, [2] * 12), of("b", 1, [1] * 12), of("a", 2, [1] * 7), of("b", 3, [3] * 12)]
     assert names(order(policy, waiting)) == [1, 2, 0, 3]
-    policy.shares.charge("b", QUANTUM_TOKENS)
+    policy.shares_of(0).charge("b", QUANTUM_TOKENS)
     assert names(order(policy, waiting)) == [2, 0, 1, 3]
 
 
@@ -66,19 +67,78 @@ def test_within_one_pass_a_tenant_that_has_spent_its_quantum_lets_the_others_go(
 
 def test_more_urgent_requests_go_first_whoever_sends_them() -> None:
     policy = make(make_kv(1))
-    policy.shares.charge("a", 100 * QUANTUM_TOKENS)
+    policy.shares_of(0).charge("a", 100 * QUANTUM_TOKENS)
     waiting = [of("a", 2, [1], urgency=5), of("b", 0, [1]), of("a", 1, [1]), of("b", 3, [1])]
     assert names(order(policy, waiting)) == [2, 0, 3, 1]
 
 
 def test_an_urgent_request_does_not_pay_the_debt_of_its_tenant() -> None:
     policy = make(make_kv(1))
-    policy.shares.charge("a", 100 * QUANTUM_TOKENS)
+    policy.shares_of(0).charge("a", 100 * QUANTUM_TOKENS)
     urgent, other = of("a", 1, [1], urgency=5), of("b", 0, [1])
     order(policy, [urgent, other])
     policy.waiting.remove(urgent)
     policy.on_admitted([urgent], [other])
-    assert policy.shares.position("a") - policy.shares.round >= 100
+    assert policy.shares_of(0).position("a") - policy.shares_of(0).round >= 100
+
+
+def test_a_newcomer_has_no_credit_while_less_urgent_requests_wait_for_ever() -> None:
+    """The use of each priority is shared by itself. Otherwise the refills of the urgent requests would wait, too."""
+    policy = make(make_kv(1))
+    old, new, waits = (
+        of(tenant, i, [1] * 4, urgency) for i, (tenant, urgency) in enumerate([("a", 5), ("b", 5), ("c", 0)])
+    )
+    policy.waiting.add(waits)
+    for number in range(50):
+        policy.waiting.add(more := of("a", 10 + number, [1] * QUANTUM_TOKENS, urgency=5))
+        policy.waiting.remove(more)
+        policy.on_admitted([more], [waits])
+    policy.waiting.add(old)
+    policy.waiting.add(new)
+    urgent = policy.shares_of(5)
+    assert urgent.position("a") >= 49 and abs(urgent.position("a") - urgent.position("b")) <= 1
+    assert policy.shares_of(0).position("a") == policy.shares_of(0).position("c") == 0
+
+
+def test_a_newcomer_gets_its_share_beside_an_urgent_tenant_while_less_urgent_requests_wait() -> None:
+    rig = Rig(policy="dlpm", pool_size=1024, max_running=4, preemption_threshold=9, overlap=False, audit=False)
+
+    numbers = count()
+
+    def run(tenants: str, num_turns: int) -> list[int]:
+        """Each of the tenants always has four requests waiting. Returns how many of each have ended."""
+        num_before = len(rig.ended)
+        for _ in range(num_turns):
+            for tenant in tenants:
+                for _ in range(4 - sum(req.tenant == tenant for req in rig.scheduler.queues.waiting)):
+                    number = next(numbers)
+                    prompt = [number % 97, number // 97, *[5] * 62]
+                    rig.add(f"{tenant}{number}", prompt, priority=1, tenant=tenant, max_new_tokens=1)
+            rig.turn()
+        ended = rig.ended[num_before:]
+        return [sum(rid[0] == tenant for rid in ended) for tenant in tenants]
+
+    run("a", 4)
+    rig.add("c", [1] * 40, tenant="c")
+    run("a", 100)
+    a, b = run("ab", 100)
+    assert rig.scheduler.queues.find("c") is not None and min(a, b) > 0.4 * (a + b) > 30
+
+
+def test_priorities_without_requests_are_forgotten() -> None:
+    """Clients choose them."""
+    policy = make(make_kv(1))
+    policy.waiting.add(stays := of("a", 0, [1], urgency=-1))
+    policy.on_admitted([stays], [])
+    policy.shares_of(-1).charge("a", 3 * QUANTUM_TOKENS)
+    for number in range(1000):
+        policy.waiting.add(req := of("a", number + 1, [1], urgency=number))
+        policy.waiting.remove(req)
+        policy.on_end(req)
+    assert len(policy._shares) < 100
+    assert policy.shares_of(-1).position("a") > 3, "it has a request"
+    policy.on_end(stays)
+    assert not policy._num_admitted
 
 
 def test_a_long_queue_is_sorted_for_every_tenant() -> None:
@@ -122,7 +182,7 @@ def test_who_was_passed_over_too_often_goes_before_the_others_of_its_tenant() ->
     waiting = [of("a", 0, [2] * 12), of("a", 1, [1] * 12), of("b", 2, [1] * 12), of("b", 3, [2] * 12)]
     waiting[0].passed_over = MAX_PASSED_OVER
     assert names(order(policy, waiting)) == [0, 1, 2, 3]
-    policy.shares.charge("a", 2 * QUANTUM_TOKENS)  # age does not lend credit
+    policy.shares_of(0).charge("a", 2 * QUANTUM_TOKENS)  # age does not lend credit
     assert names(order(policy, waiting)) == [2, 3, 0, 1]
 
 
@@ -135,15 +195,15 @@ def test_computed_prompt_tokens_and_output_tokens_are_charged_once() -> None:
     admit(kv, req)
     policy.on_admitted([req], [])
     spent = 20
-    assert policy.shares.position("a") == spent / QUANTUM_TOKENS
+    assert policy.shares_of(0).position("a") == spent / QUANTUM_TOKENS
     for more in ([5] * 3, [], [5]):
         req.output_ids += more
         spent += OUTPUT_TOKEN_COST * len(more)
         order(policy, other)
-        assert policy.shares.position("a") == spent / QUANTUM_TOKENS
+        assert policy.shares_of(0).position("a") == spent / QUANTUM_TOKENS
     req.output_ids.append(5)
     policy.on_end(req)
-    assert policy.shares.position("a") == (spent + OUTPUT_TOKEN_COST) / QUANTUM_TOKENS
+    assert policy.shares_of(0).position("a") == (spent + OUTPUT_TOKEN_COST) / QUANTUM_TOKENS
     policy.on_end(other[0])  # it has never run
     assert not policy._num_charged
 
@@ -173,10 +233,10 @@ def test_backlogged_tenants_get_service_by_their_weights(seed: int) -> None:
                 sent[tenant] += 1
         rig.turn()
         if turn > 5:
-            gaps.append(abs(policy.shares.position("a") - policy.shares.position("b")) * quantum)
+            gaps.append(abs(policy.shares_of(0).position("a") - policy.shares_of(0).position("b")) * quantum)
     # A quantum, a prompt, and the outputs of all rows.
     assert max(gaps) <= quantum + 240 + 4 * 30 * OUTPUT_TOKEN_COST
-    assert policy.shares.round >= 50  # they were charged
+    assert policy.shares_of(0).round >= 50  # they were charged
     assert all(req.passed_over <= MAX_PASSED_OVER for req in rig.scheduler.queues.live())
     rig.run()
     for rid, (prompt, max_new_tokens) in prompts.items():
@@ -215,13 +275,13 @@ def test_a_tenant_that_joins_has_as_much_as_those_that_are_there() -> None:
     there, leaves, joins = of("a", 0, [1] * 4), of("b", 1, [1] * 4), of("c", 2, [1] * 4)
     order(policy, [there, leaves])
     for tenant, quanta in (("a", 50), ("b", 80)):
-        policy.shares.charge(tenant, quanta * QUANTUM_TOKENS)
+        policy.shares_of(0).charge(tenant, quanta * QUANTUM_TOKENS)
     policy.waiting.add(joins)
-    assert policy.shares.position("c") == policy.shares.position("a") == 50  # not 0, and not that of b
+    assert policy.shares_of(0).position("c") == policy.shares_of(0).position("a") == 50  # not 0, and not that of b
     for req in (there, leaves, joins):
         policy.waiting.remove(req)
     policy.waiting.add(joins)
-    assert len({policy.shares.position(tenant) for tenant in "abc"}) == 1  # nobody had requests
+    assert len({policy.shares_of(0).position(tenant) for tenant in "abc"}) == 1  # nobody had requests
 
 
 def test_many_tenants_that_join_do_not_look_at_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,6 @@ def work_of_one(queue: WaitingQueue, num_waiting: int) -> dict[str, int]:
         "estimate": lambda: queue.num_tokens_before(new),
         "give way": lambda: queue.gives_way_to(new),
         "arrive": lambda: queue.add(new),
-        "lowest": lambda: queue.lowest_urgency,
         "first": lambda: next(iter(queue)),
         "admit": lambda: queue.remove(waits),
         "put back": lambda: queue.put_back([waits]),
@@ -87,7 +86,7 @@ def work_of_one(queue: WaitingQueue, num_waiting: int) -> dict[str, int]:
     return {name: num_instructions(call) for name, call in calls.items()}
 
 
-@pytest.mark.parametrize("make", [WaitingQueue, lambda: TenantQueue(TenantShares({}, 100))])
+@pytest.mark.parametrize("make", [WaitingQueue, lambda: TenantQueue(lambda urgency: TenantShares({}, 100))])
 def test_the_work_of_the_queue_does_not_grow_with_the_number_of_priorities(make: Callable[[], WaitingQueue]) -> None:
     few, many = work_of_one(make(), FEW), work_of_one(make(), MANY)
     assert {name: (few[name], many[name]) for name in few if many[name] > 2 * few[name]} == {}

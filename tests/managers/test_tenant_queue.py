@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,9 +27,14 @@ def of(tenant: str, arrival: int, urgency: int = 0, *, num_tokens: int = 50) -> 
     return req
 
 
+def queue_of(shares: TenantShares, on_join: Callable[[Req], None] = lambda req: None) -> TenantQueue:
+    """All urgencies have the same shares."""
+    return TenantQueue(lambda urgency: shares, on_join)
+
+
 def filled(tenants: str, urgency: int = 0, weights: dict[str, float] | None = None) -> TenantQueue:
     """A letter for each request, in the order of arrival."""
-    queue = TenantQueue(TenantShares(weights or {}, QUANTUM))
+    queue = queue_of(TenantShares(weights or {}, QUANTUM))
     for arrival, tenant in enumerate(tenants):
         queue.add(of(tenant, arrival, urgency))
     return queue
@@ -40,7 +47,7 @@ def refused(queue: TenantQueue, req: Req) -> int | None:
 
 def test_tenants_take_turns_and_those_that_have_had_least_begin() -> None:
     queue = filled("aaabbc")
-    queue._shares.charge("a", 10)
+    queue._shares_of(0).charge("a", 10)
     assert [req.arrival for req in queue.in_turn(9)] == [3, 5, 0, 4, 1, 2]
     assert [req.arrival for req in queue.in_turn(4)] == [3, 5, 0, 4]
     queue.put_back([of("c", -1), of("d", -2, urgency=1)])
@@ -58,19 +65,21 @@ def test_it_knows_whether_several_tenants_wait() -> None:
     assert not queue.has_several_tenants
 
 
-def test_it_knows_only_tenants_with_requests_and_those_that_joined_last_come_first() -> None:
+def test_it_knows_only_tenants_with_requests_and_those_that_joined_last_are_last() -> None:
     joined: list[str] = []
-    queue = TenantQueue(TenantShares({}, QUANTUM), joined.append)
+    queue = queue_of(TenantShares({}, QUANTUM), lambda req: joined.append(req.tenant))
     reqs = [of(tenant, arrival) for arrival, tenant in enumerate("aabac")]
     for req in reqs:
         queue.add(req)
     assert joined == ["a", "b", "c"]
-    assert list(queue.latest_tenants()) == ["c", "b", "a"]
+    assert list(queue.tenants(0)) == ["a", "b", "c"] and not queue.tenants(1)
     queue.remove(reqs[2])
-    queue.add(of("b", 9, urgency=1))
+    queue.add(of("b", 9))
     assert joined == ["a", "b", "c", "b"]
-    assert list(queue.latest_tenants()) == ["b", "c", "a"]
-    assert [level.tenants.keys() for level in queue.levels()] == [{"b"}, {"a", "c"}]
+    assert list(queue.tenants(0)) == ["a", "c", "b"]
+    queue.add(of("b", 10, urgency=1))
+    assert joined == ["a", "b", "c", "b", "b"], "each priority has its own"
+    assert [level.tenants.keys() for level in queue.levels()] == [{"b"}, {"a", "b", "c"}]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +103,7 @@ def test_of_a_full_queue_the_tenant_with_the_most_places_gives_way(
 def test_places_count_by_weight_and_of_equals_who_has_had_most_gives_way() -> None:
     assert refused(filled("aaaabb", weights={"a": 4.0}), of("c", 99)) == 5
     queue = filled("aabb")
-    queue._shares.charge("a", 10)
+    queue._shares_of(0).charge("a", 10)
     assert refused(queue, of("c", 99)) == 1
 
 
@@ -115,7 +124,7 @@ class CountingShares(TenantShares):
 
 def test_who_gives_way_is_found_in_a_time_that_does_not_grow_with_the_tenants() -> None:
     """A full queue asks for each request that arrives, and running requests wait meanwhile."""
-    queue = TenantQueue(shares := CountingShares({}, QUANTUM))
+    queue = queue_of(shares := CountingShares({}, QUANTUM))
     for arrival in range(4000):
         queue.add(of(f"t{arrival % 2000}", arrival))
     shares.num_asked = 0
@@ -133,7 +142,7 @@ def test_who_gives_way_is_found_in_a_time_that_does_not_grow_with_the_tenants() 
 @settings(deadline=None)
 def test_the_tenant_with_the_most_places_is_known_after_any_changes(changes: list[tuple[str, bool]]) -> None:
     weights = {"a": 2.0, "b": 0.5}
-    queue = TenantQueue(TenantShares(weights, QUANTUM))
+    queue = queue_of(TenantShares(weights, QUANTUM))
     waiting: list[Req] = []
     for arrival, (tenant, arrives) in enumerate(changes):
         if arrives:
@@ -178,7 +187,7 @@ def test_at_least_what_is_served_before_a_new_request_is_ahead_of_it(
     )
     assert isinstance(policy, FairPolicy)
     for name, num_tokens in zip("abc", charged, strict=True):
-        policy.shares.charge(name, num_tokens)
+        policy.shares_of(0).charge(name, num_tokens)
     for arrival, (name, num_tokens) in enumerate(backlog):
         policy.waiting.add(of(name, arrival, num_tokens=num_tokens))
     new = of(tenant, 99)
