@@ -10,7 +10,7 @@ namespace tercet {
 
 /// The shape of a KV pool: plain [slots, kv_heads, head_dim], or in panels (kv_panels.h).
 struct KVPoolShape {
-  int64_t kv_heads, head_dim;
+  int64_t kv_heads, head_dim, slots;
   bool in_panels;
   int64_t stride;  // from slot to slot, or from block to block
 };
@@ -27,6 +27,7 @@ inline KVPoolShape check_kv_pools(const Tensor& k_pool, const Tensor& v_pool, at
   const bool in_panels = k_pool.dim() != 3;
   const int64_t per_word = 4 / c10::elementSize(type), slots = k_pool.size(0), kv_heads = k_pool.size(1);
   const int64_t dim = k_pool.size(2) * (in_panels ? per_word : 1);
+  TORCH_CHECK(kv_heads > 0 && dim > 0, "a KV pool must have heads with components, got shape ", k_pool.sizes());
   if (!in_panels) {
     check(k_pool, "k_pool", type, {slots, kv_heads, dim});
     check(v_pool, "v_pool", type, {slots, kv_heads, dim});
@@ -36,7 +37,13 @@ inline KVPoolShape check_kv_pools(const Tensor& k_pool, const Tensor& v_pool, at
     check_panels(v_pool, "v_pool", type, {slots, kv_heads, dim / kPanel, kPanel / per_word, kPanel, per_word});
     TORCH_CHECK(v_pool.stride(0) == k_pool.stride(0), "blocks of both pools must be equally far apart");
   }
-  return {kv_heads, dim, in_panels, k_pool.stride(0)};
+  return {kv_heads, dim, slots * (in_panels ? kPanel : 1), in_panels, k_pool.stride(0)};
+}
+
+/// Checks `count` indices, of which each must be in [0, size).
+inline void check_indices(const int64_t* indices, int64_t count, const char* name, int64_t size) {
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK(0 <= indices[i] && indices[i] < size, name, " must be in [0, ", size, "), got ", indices[i]);
 }
 
 inline void rotate_and_store_op(
@@ -52,13 +59,13 @@ inline void rotate_and_store_op(
   const auto type = qkv.scalar_type();
   const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
-  const int64_t tokens = qkv.size(0);
+  const int64_t tokens = qkv.size(0), num_positions = cos_sin.size(0), num_slots = pool.slots;
   const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
   TORCH_CHECK(heads > 0 && heads % kv_heads == 0 && dim % 2 == 0, "qkv does not fit the pool");
   check(qkv, "qkv", type, {tokens, (heads + 2 * kv_heads) * dim});
   check(positions, "positions", at::kLong, {tokens});
   check(slots, "slots", at::kLong, {tokens});
-  check(cos_sin, "cos_sin", at::kFloat, {cos_sin.size(0), dim});
+  check(cos_sin, "cos_sin", at::kFloat, {num_positions, dim});
   TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "a norm of queries without one of keys, or the reverse");
   if (q_norm) check(*q_norm, "q_norm", type, {dim});
   if (k_norm) check(*k_norm, "k_norm", type, {dim});
@@ -73,6 +80,8 @@ inline void rotate_and_store_op(
          slots = slots.const_data_ptr<int64_t>(),
          k_pool = k_pool.data_ptr<T>(),
          v_pool = v_pool.data_ptr<T>()](int64_t tokens) {
+          check_indices(positions, tokens, "positions", num_positions);
+          check_indices(slots, tokens, "slots", num_slots);
           rotate_and_store(qkv, tokens, positions, slots, shape, k_pool, v_pool, panels...);
         });
   };
@@ -80,6 +89,21 @@ inline void rotate_and_store_op(
     TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{pool.stride, dim}); });
   else
     TERCET_ANY_FLOAT(type, [&] { call(scalar_t()); });
+}
+
+/// Checks the numbers of a batch of at most `tokens` new tokens.
+inline void check_batch(const AttentionBatch& batch, int64_t num_requests, int64_t num_rows, int64_t tokens) {
+  check_indices(batch.rows, num_requests, "rows", num_rows);
+  TORCH_CHECK(
+      num_requests == 0 || (0 <= batch.start(0) && batch.start(num_requests) <= tokens),
+      "starts must be in [0, ", tokens, "]");
+  for (int64_t request = 0; request < num_requests; ++request) {
+    const int64_t num_new = batch.num_tokens(request), len = batch.seq_lens[request];
+    TORCH_CHECK(num_new >= 0, "starts must not fall");
+    TORCH_CHECK(
+        num_new <= len && len <= batch.context,
+        "seq_lens must be in [", num_new, ", ", batch.context, "], got ", len);
+  }
 }
 
 inline Tensor attention_op(
@@ -96,10 +120,11 @@ inline Tensor attention_op(
   const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
   const int64_t tokens = q.size(0), heads = q.size(1);
-  const int64_t num_requests = rows.size(0);
+  const int64_t num_requests = rows.size(0), num_rows = slot_table.size(0);
   TORCH_CHECK(q.size(2) == dim, "heads of q must be as large as those of the pool");
   TORCH_CHECK(q.device().is_cpu() && q.stride(2) == 1 && q.stride(1) == dim, "heads of q must be contiguous");
   TORCH_CHECK(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+  TORCH_CHECK(!window || *window > 0, "a window must be positive, got ", *window);
   check(slot_table, "slot_table", at::kInt, slot_table.sizes());
   check(rows, "rows", at::kLong, {num_requests});
   check(seq_lens, "seq_lens", at::kLong, {num_requests});
@@ -130,7 +155,8 @@ inline Tensor attention_op(
         .scale = static_cast<float>(scale),
         .out = out.data_ptr<T>(),
     };
-    run_or_record_requests(num_requests, [inputs, plan = step_plan(batch, sizeof(T))](int64_t requests) {
+    run_or_record_requests(num_requests, [=, plan = step_plan(batch, sizeof(T))](int64_t requests) {
+      check_batch(inputs.batch, requests, num_rows, tokens);
       Attention<T, kInPanels>(inputs, plan->get(requests, ThreadPool::get().num_threads())).run();
     });
   };

@@ -1,6 +1,8 @@
 // The operations that choose tokens and score them, as torch calls them.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "argmax.h"
@@ -64,10 +66,11 @@ inline at::TensorAccessor<const double, 1> column(const Tensor& tensor, const ch
 
 /// Checks the parameters of a row.
 inline Selection selection_of(double temperature, double top_k, double top_p, double max_gap) {
+  const auto divisor = static_cast<float>(temperature);
   TORCH_CHECK(
-      temperature > 0 && top_k >= 1 && top_p > 0 && max_gap >= 0,
-      "temperature, top_k and top_p must be positive, and max_gap not negative");
-  return {static_cast<float>(temperature), static_cast<int64_t>(top_k), top_p, static_cast<float>(max_gap)};
+      divisor > 0 && std::isfinite(divisor) && top_k >= 1 && top_p > 0 && max_gap >= 0,
+      "temperature, top_k and top_p must be positive, max_gap not negative, and temperature a finite float32");
+  return {divisor, static_cast<int64_t>(std::min(top_k, 0x1p62)), top_p, static_cast<float>(max_gap)};
 }
 
 inline Tensor sample_op(
@@ -81,6 +84,7 @@ inline Tensor sample_op(
   const int64_t n = lines.size(0), vocab = logits.size(1);
   check(logits, "logits", at::kFloat, {logits.size(0), vocab});
   check(lines, "lines", at::kLong, {n});
+  TORCH_CHECK(vocab > 0, "there is no token to choose");
   const auto temperatures = column(temperature, "temperature", n), top_ks = column(top_k, "top_k", n);
   const auto top_ps = column(top_p, "top_p", n), max_gaps = column(max_gap, "max_gap", n);
   const auto draws = column(draw, "draw", n);
@@ -114,6 +118,7 @@ inline Tensor choose_tokens_op(
     const optional<Tensor>& newest) {
   const int64_t n = rows.size(0), vocab = logits.size(1), num_rows = seeds.size(0);
   check(logits, "logits", at::kFloat, {n, vocab});
+  TORCH_CHECK(vocab > 0, "there is no token to choose");
   check(rows, "rows", at::kLong, {n});
   check(positions, "positions", at::kLong, {n});
   check(params, "params", at::kDouble, {num_rows, kNumColumns});

@@ -69,6 +69,10 @@ struct StepSize {
 /// its arena, which lives as long as any of them.
 class Graph : public torch::CustomClassHolder {
  public:
+  ~Graph() override {
+    if (recording() == this) stop();
+  }
+
   /// The graph that records the operations of this thread; nullptr: operations run at once.
   static Graph*& recording() {
     static thread_local Graph* graph = nullptr;
@@ -98,8 +102,7 @@ class Graph : public torch::CustomClassHolder {
   /// Raises an error if torch computed something since `record`: `run` would leave it out.
   void finish() {
     TORCH_CHECK(recording() == this, "this graph is not being recorded");
-    recording() = nullptr;
-    at::removeCallback(callback_);
+    stop();
     std::string names;
     for (const std::string& name : unrecorded_) names += (names.empty() ? "" : ", ") + name;
     TORCH_CHECK(unrecorded_.empty(), "cannot be part of a recorded step: ", names);
@@ -168,6 +171,11 @@ class Graph : public torch::CustomClassHolder {
     Size rows = &StepSize::tokens;
     std::shared_ptr<NextWeight> next_weight;  // of the last linear layer
   };
+
+  void stop() {
+    recording() = nullptr;
+    at::removeCallback(callback_);
+  }
 
   void call(const Operations& operations) const {
     for (const auto& operation : operations)

@@ -22,6 +22,12 @@ inline void set_tuning_op(int64_t block_bytes, int64_t chunk, bool widens_bfloat
   Tuning::get() = {block_bytes, chunk, widens_bfloat16, prefetches_into_l1};
 }
 
+/// Checks the rows that a linear layer with so many columns multiplies.
+inline void check_rows(const Tensor& x, int64_t columns) {
+  check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
+  TORCH_CHECK(x.size(1) > 0 && columns > 0, "x and the result must have columns, got ", x.size(1), " and ", columns);
+}
+
 template <typename T, typename X>
 Packed<T, X> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
   const int64_t k = x.size(1), per_word = Dot<T, X>::kPerWord, panels = ceil_div(columns, kPanel);
@@ -101,7 +107,7 @@ void with_stored_weight(
 /// under an x of float it may also be bfloat16. Numbers of x may be widened to float.
 template <typename F>
 void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
-  check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
+  check_rows(x, columns);
   if (bias) check(*bias, "bias", at::kFloat, {ceil_div(columns, kPanel), kPanel});
   if (is_compact(packed)) {
     TORCH_CHECK(
@@ -233,8 +239,8 @@ inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarTy
     });
     return out;
   }
-  const int64_t k = packed.size(1) * packed.size(3);
-  check(packed, "packed", packed.scalar_type(), {packed.size(0), packed.size(1), kPanel, packed.size(3)});
+  const int64_t words = packed.size(1), per_word = 4 / c10::elementSize(packed.scalar_type()), k = words * per_word;
+  check(packed, "packed", packed.scalar_type(), {packed.size(0), words, kPanel, per_word});
   const auto out = empty_result({ids.size(0), k}, packed.options().dtype(type));
   with_packed_types(out, packed, [&]<typename X, typename T>(X, T) {
     look_up(
@@ -266,7 +272,7 @@ template <typename F>
 void with_quantized(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, int64_t bits, const F& f) {
   const int64_t k = x.size(1), panels = ceil_div(columns, kPanel);
-  check(x, "x", x.scalar_type(), {x.size(0), k});
+  check_rows(x, columns);
   TORCH_CHECK(k % kGroup == 0, "rows of x must be whole groups");
   TORCH_CHECK(bits == 4 || bits == 8, "weights must have 4 or 8 bits");
   if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});

@@ -180,3 +180,28 @@ def test_requests_that_share_keys(data):
     if cpu_extension.kv_panel(dtype, 64):
         in_panels = problem.in_panels().attend(requests, starts, ends, window)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(in_panels, together, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"rows": [1, 3]}, r"rows must be in \[0, 3\), got 3"),
+        ({"rows": [1, -1]}, "rows must be in .*, got -1"),
+        ({"lens": [9, 13]}, r"seq_lens must be in \[3, 12\], got 13"),
+        ({"lens": [9, 2]}, r"seq_lens must be in \[3, 12\], got 2"),
+        ({"starts": [0, 1, 5]}, r"starts must be in \[0, 4\]"),
+        ({"starts": [-1, 1, 4]}, r"starts must be in \[0, 4\]"),
+        ({"starts": [0, 5, 4]}, "starts must not fall"),
+        ({"window": 0}, "a window must be positive, got 0"),
+    ],
+)
+def test_attention_refuses_what_is_not_in_its_tensors(wrong, error):
+    pools, table = torch.randn(2, 40, 1, 32), torch.randint(0, 40, (3, 12), dtype=torch.int32)
+
+    def attend(rows=(1, 2), lens=(9, 12), starts=(0, 1, 4), window=None):
+        numbers = (torch.tensor(given) for given in (rows, lens, starts))
+        return ops.attention(torch.randn(4, 1, 32), *pools, table, *numbers, window, 1.0)
+
+    assert attend().shape == (4, 32)
+    with pytest.raises(RuntimeError, match=error):
+        attend(**wrong)

@@ -256,6 +256,59 @@ def test_wrong_shapes_are_refused():
             ops.linear(bad_x, bad_packed, None, n)
     with pytest.raises(RuntimeError, match="must have"):
         ops.rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
+    panel, twice = packed.shape[2], packed.reshape(packed.shape[0], 32, -1, 2)
+    with pytest.raises(RuntimeError, match="packed must have shape"):
+        ops.embedding(torch.tensor([3]), twice, torch.float32)
+    for k, n in ((0, 40), (64, 0)):
+        empty = torch.zeros(-(-n // panel), k, panel, 1)
+        for linear in (ops.linear, ops.linear_argmax, ops.linear_silu_mul):
+            with pytest.raises(RuntimeError, match=f"must have columns, got {k} and"):
+                linear(torch.randn(40, k), empty, None, n)
+    groups = torch.zeros(0, 2, 1, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="must have columns, got 64 and 0"):
+        ops.quantized_linear(x, groups, None, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("position", "slot", "error"),
+    [
+        (9, 0, r"positions must be in \[0, 9\), got 9"),
+        (-1, 0, "positions must be in .*, got -1"),
+        (0, 64, r"slots must be in \[0, 64\), got 64"),
+        (0, -1, "slots must be in .*, got -1"),
+    ],
+)
+def test_keys_are_stored_only_inside_the_pool(position, slot, error):
+    panel = 2 * cpu_extension.lanes()
+    plain, table = torch.zeros(64, 1, 32), torch.zeros(9, 32)
+    panels = plain.view(-1, 1, 32, panel, 1), plain.view(-1, 1, 32 // panel, panel, panel, 1)
+    for pools in (plain, plain), panels:
+
+        def store(position, slot, pools=pools):
+            positions, slots = torch.tensor([8, position]), torch.tensor([63, slot])
+            ops.rotate_and_store(torch.randn(2, 96), positions, slots, table, None, None, 0.0, *pools)
+
+        store(0, 0)
+        with pytest.raises(RuntimeError, match=error):
+            store(position, slot)
+
+
+def test_a_pool_without_heads_is_refused():
+    nothing, indices = torch.zeros(64, 1, 0), torch.tensor([0, 1])
+    with pytest.raises(RuntimeError, match="must have heads with components"):
+        ops.rotate_and_store(torch.zeros(2, 0), indices, indices, torch.zeros(9, 0), None, None, 0.0, nothing, nothing)
+
+
+def test_operations_take_no_rows():
+    nothing, nobody = torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64)
+    linear, gated = layers().CpuLinear(torch.randn(40, 64)), layers().CpuGatedLinear(torch.randn(40, 64))
+    shapes = linear(nothing).shape, linear.argmax(nothing).shape, gated(nothing).shape
+    assert shapes == ((0, 40), (0,), (0, 20))
+    assert ops.rms_norm(nothing, None, torch.ones(64), 1e-5).shape == ops.select_rows(nothing, nobody).shape == (0, 64)
+    pools, table = torch.zeros(2, 8, 1, 64), torch.zeros(2, 9, dtype=torch.int32)
+    ops.rotate_and_store(torch.zeros(0, 192), nobody, nobody, torch.zeros(9, 64), None, None, 0.0, *pools)
+    assert ops.attention(nothing.view(0, 1, 64), *pools, table, nobody, nobody, None, None, 1.0).shape == (0, 64)
+    assert ops.argmax(nothing).shape == (0,)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

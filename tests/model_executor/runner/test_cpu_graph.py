@@ -184,6 +184,14 @@ def test_tensors_that_nobody_has_any_more_make_room_for_the_next():
     assert torch.equal(third, expected)
 
 
+def test_a_graph_that_nobody_has_any_more_stops_recording():
+    graph, x, norm = torch.classes.tercet_cpu.Graph(), torch.randn(3, 64), torch.ones(64)
+    graph.record(4, 4, 4)
+    del graph
+    assert torch.equal(ops.rms_norm(x, None, norm, 1e-5), ops.rms_norm(x.clone(), None, norm, 1e-5))
+    torch.classes.tercet_cpu.Graph().record(4, 4, 4)
+
+
 def test_rows_after_a_selection_are_the_selected_ones():
     graph, x, norm, indices = (
         torch.classes.tercet_cpu.Graph(),

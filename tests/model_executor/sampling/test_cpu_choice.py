@@ -132,13 +132,15 @@ def sample(
     draws: list[float],
     lines: list[int] | None = None,
     *,
-    top_k: int = 2**20,
+    temperature: float = 1.0,
+    top_k: float = 2**20,
     top_p: float = 1.0,
     max_gap: float = INF,
 ) -> list[int]:
-    """At temperature 1; lines: default one for each draw."""
+    """lines: default one for each draw."""
     chosen = torch.arange(len(draws)) if lines is None else torch.tensor(lines)
-    parameters = torch.tensor([1.0, top_k, top_p, max_gap], dtype=torch.float64).unsqueeze(1).expand(-1, len(draws))
+    of_all = torch.tensor([temperature, top_k, top_p, max_gap], dtype=torch.float64)
+    parameters = of_all.unsqueeze(1).expand(-1, len(draws))
     draw = torch.tensor(draws, dtype=torch.float64)
     tokens: list[int] = torch.ops.tercet_cpu.sample(logits, chosen, *parameters, draw).tolist()
     return tokens
@@ -302,6 +304,12 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in ({"top_k": 0}, {"max_gap": -1.0}, {"top_p": 0.0}, {"top_p": INF - INF}, {"max_gap": INF - INF}):
         with pytest.raises(RuntimeError, match="must be positive"):
             sample(logits, [0.5], **wrong)
+    for temperature in (0.0, 1e-50, 1e40, INF, INF - INF):
+        with pytest.raises(RuntimeError, match="temperature a finite float32"):
+            sample(logits, [0.5], temperature=temperature)
+    assert sample(logits, [0.5], top_k=INF) == sample(logits, [0.5], top_k=1e300) == [3]
+    with pytest.raises(RuntimeError, match="no token to choose"):
+        sample(logits[:, :0].contiguous(), [0.5])
     for draw in (1.0, -0.1, INF - INF):
         with pytest.raises(RuntimeError, match="draw must be in"):
             sample(logits, [draw])
