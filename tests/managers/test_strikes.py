@@ -203,6 +203,18 @@ def test_strikes_are_forgotten_after_a_while_and_if_they_are_many(monkeypatch: p
     assert found() == []
 
 
+def test_a_refusal_says_for_how_long() -> None:
+    clock = [5.0]
+    known = Strikes(10.0, lambda: clock[0])
+    known.convict(request(0))
+    clock[0] = 12.0
+    error = known.refusal(request(0))
+    assert error is not None and error.message.endswith("it is refused for 3 s more")
+    assert known.refusal(request(1)) is None
+    clock[0] = 15.0
+    assert known.refusal(request(0)) is None
+
+
 @scenario
 async def test_a_suspicion_is_forgotten_with_time(engine: Engine) -> None:
     poison = await one(engine, "poison")
