@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...srt import env
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
@@ -50,10 +51,12 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     It also changes this process: freed memory stays with the process, and for a compiled model the compiled operations
     take torch's threads and leave one to torch.
 
-    Raises ValueError if the checkpoint does not match its config, if the memory does not suffice, or if the host's KV
-    memory has a size that makes no sense.
+    Raises ValueError if the checkpoint does not match its config, if the memory does not suffice, if the host's KV
+    memory has a size that makes no sense, or if Triton has no GPU.
     """
     builder = _RunnerBuilder(settings, config)
+    if settings.attention_backend == "triton" and builder.accelerator is None and not env.triton_interpreted():
+        raise ValueError("--attention-backend triton needs a GPU, but the device is cpu, which has cpu and torch")
     runner = builder.build_on_accelerator() if builder.accelerator is not None else builder.build_on_cpu()
     if settings.host_kv is not None:
         runner.host_kv = HostKV(runner.kv_pool, settings.host_kv, builder.uploads, builder.accelerator)

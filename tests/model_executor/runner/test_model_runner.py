@@ -140,6 +140,11 @@ def test_settings_that_do_not_fit():
             resolve_device("cuda")
 
 
+def test_triton_without_a_gpu_is_refused_before_a_request_comes():
+    with pytest.raises(ValueError, match="--attention-backend triton needs a GPU, but the device is cpu"):
+        make_toy_runner(attention_backend="triton")
+
+
 def test_a_table_that_does_not_fit_names_the_flags(monkeypatch):
     def no_memory(*_):
         raise RuntimeError("can't allocate memory")
