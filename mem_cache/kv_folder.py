@@ -37,6 +37,9 @@ _ABANDONED_NS = 3600 * 10**9
 _SORTED_AT_ONCE = 4096
 """To sort so many files takes less than 5 ms. No other thread runs meanwhile."""
 _USE_GRAIN_NS = 60 * 10**9
+_MAX_AHEAD_NS = 24 * 3600 * 10**9
+"""A file whose time is further ahead of the clock has it of a clock that was wrong. Otherwise it would stay until then,
+and newer files would go in its place."""
 BLOCK_STEP_NS = 10**6
 
 
@@ -66,6 +69,7 @@ def file_name(key: bytes) -> str:
 def list_folder(folder: Path) -> Listing:
     """Also removes the unfinished files of writers that have died. Raises OSError."""
     files, unfinished_bytes = [], 0
+    latest_ns = time.time_ns() + _MAX_AHEAD_NS
     with os.scandir(folder) as entries:
         for entry in entries:
             key = _key(entry.name)
@@ -76,7 +80,8 @@ def list_folder(folder: Path) -> Listing:
                 if not stat.S_ISREG(found.st_mode):
                     continue
                 if key is not None:
-                    files.append(KVFile(found.st_mtime_ns, found.st_size, key))
+                    used_ns = found.st_mtime_ns if found.st_mtime_ns <= latest_ns else 0
+                    files.append(KVFile(used_ns, found.st_size, key))
                 elif not _remove_abandoned(entry.path, found.st_mtime_ns):
                     unfinished_bytes += found.st_size
     return Listing(files, unfinished_bytes)

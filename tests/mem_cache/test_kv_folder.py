@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_file_blocks import CONTENT, FILE_SIZE, block, key, read
 
 from tercet.mem_cache import kv_folder
+from tercet.mem_cache.kv_files import KVFiles
 from tercet.mem_cache.kv_folder import (
     KVFile,
     file_name,
@@ -212,3 +214,19 @@ def test_a_share_of_the_disk_is_spared(
     disk = SimpleNamespace(f_frsize=4096, f_blocks=total // 4096, f_bavail=free // 4096)
     monkeypatch.setattr(kv_folder.os, "statvfs", lambda folder: disk)
     assert spare_bytes(tmp_path) == pytest.approx(expected, abs=4096)
+
+
+def test_files_of_a_clock_that_was_wrong_go_first_and_are_right_after_a_use(tmp_path: Path) -> None:
+    """Their time is a year ahead. They would stay for a year, and each new file would go in their place."""
+    files = KVFiles(tmp_path, 10 * FILE_SIZE)
+    for number in range(10):
+        assert files.write(key(number), CONTENT, block(number))
+        used_ns = use_time_ns(number) + 365 * 24 * 3600 * 10**9
+        os.utime(tmp_path / file_name(key(number)), ns=(used_ns, used_ns))
+    files = KVFiles(tmp_path, 10 * FILE_SIZE)
+    for used, used_ns in files.unrenewed([key(3)]).items():
+        files.renew(used, used_ns)
+    for number in range(10, 16):
+        assert files.write(key(number), CONTENT, block(number))
+    assert all(read(files, number) for number in (3, *range(10, 16)))
+    assert len(list_folder(tmp_path).files) <= 10
