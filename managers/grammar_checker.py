@@ -13,7 +13,7 @@ import logging
 from collections import OrderedDict
 from typing import Protocol
 
-from ..srt.errors import InvalidRequest, QueueFull
+from ..srt.errors import GrammarNotChecked, InvalidRequest, QueueFull
 from ..srt.grammar_spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
@@ -44,20 +44,20 @@ class GrammarChecks(Protocol):
 
 
 async def check_grammar(checks: GrammarChecks | None, grammar: GrammarSpec, param: str) -> None:
-    """Returns if the grammar can be used. Raises InvalidRequest, which names `param`, the field of the request.
+    """Returns if the grammar can be used. Otherwise raises as `GrammarChecker.check`, but names `param`.
 
-    `checks`: None refuses every grammar.
+    `checks`: None refuses every grammar. `param`: the field of the request that has the grammar.
     """
     if checks is None:
         raise InvalidRequest(f"{param} is not supported: this engine has no grammars", param=param)
     try:
         await checks.check(grammar)
-    except InvalidRequest as error:
+    except (InvalidRequest, GrammarNotChecked) as error:
         # Other requests may wait for the same error, so it is copied.
         message = error.message
         if message.startswith(f"{grammar.kind} "):
             message = param + message.removeprefix(grammar.kind)
-        raise type(error)(message, param=param) from None
+        raise type(error)(message, param=param if isinstance(error, InvalidRequest) else None) from None
 
 
 class GrammarChecker:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tercet.managers.grammar_checker import GrammarChecker, check_grammar
-from tercet.srt.errors import EngineDead, InvalidRequest, QueueFull
+from tercet.srt.errors import EngineDead, GrammarNotChecked, InvalidRequest, QueueFull, TercetError
 from tercet.srt.grammar_spec import GrammarSpec
 
 
@@ -67,16 +67,28 @@ def test_a_bad_grammar_is_remembered_too() -> None:
     asyncio.run(work())
 
 
-def test_an_error_names_the_field_of_the_request() -> None:
+@pytest.mark.parametrize(
+    ("error", "says", "param"),
+    [
+        (
+            InvalidRequest("structural_tag cannot be used: x", param="structural_tag"),
+            "tools cannot be used: x",
+            "tools",
+        ),
+        (GrammarNotChecked("structural_tag could not be checked: x"), "tools could not be checked: x", None),
+        (GrammarNotChecked("the machine is busy"), "the machine is busy", None),
+    ],
+)
+def test_an_error_names_the_field_of_the_request(error: TercetError, says: str, param: str | None) -> None:
     """A client that sends `tools` has never heard of structural tags."""
 
     class Refusing:
         async def check(self, spec: GrammarSpec) -> None:
-            raise InvalidRequest(f"{spec.kind} cannot be used: no reason", param=spec.kind)
+            raise error
 
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(type(error)) as caught:
         asyncio.run(check_grammar(Refusing(), GrammarSpec("structural_tag", "{}"), "tools"))
-    assert (caught.value.message, caught.value.param) == ("tools cannot be used: no reason", "tools")
+    assert (caught.value.message, caught.value.param) == (says, param) and caught.value is not error
 
 
 def test_verdicts_take_bounded_memory_and_the_oldest_goes_first() -> None:
