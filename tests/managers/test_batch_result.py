@@ -11,6 +11,7 @@ from scheduler_rig import StopAfter
 
 from fakes import FakeClock, FakeInbox, FakeOutbox
 from tercet.managers.batch_result import ResultProcessor
+from tercet.managers.grammar import GrammarFailed
 from tercet.managers.req import Req, Stage
 from tercet.managers.request_queues import RequestQueues
 from tercet.managers.schedule_batch import build_decode
@@ -275,7 +276,7 @@ def test_a_stream_interval_holds_tokens_back_but_for_the_first_and_the_end(bench
     assert told == [[[1]], [], [], [[2, 3, 4]], [], [[5, 9]]]
 
 
-def test_a_stop_checker_that_fails_ends_its_request_alone(bench: Bench) -> None:
+def test_a_stop_checker_that_fails_ends_its_request_alone(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         quiet = ()
 
@@ -288,3 +289,18 @@ def test_a_stop_checker_that_fails_ends_its_request_alone(bench: Bench) -> None:
     assert isinstance(finish, AbortFinish) and finish.status_code == 500 and "no text" not in finish.message
     assert (outs[1].token_ids, outs[1].finish) == ([6], None)
     assert bench.is_over(bad) and not bench.is_over(good)
+    assert "Could not check the stop strings of request r0" in caplog.text
+
+
+def test_a_grammar_that_takes_no_further_token_ends_its_request_alone(bench: Bench) -> None:
+    class Broken:
+        is_over = False
+
+        def accept(self, token: int) -> None:
+            raise GrammarFailed("it is too complex")
+
+    bad, good = bench.add(0, regex="a"), bench.add(1)
+    bad.grammar = Broken()
+    told, _ = bench.step([5], [5])
+    assert isinstance(told.finish, AbortFinish) and bench.is_over(bad) and not bench.is_over(good)
+    assert (told.finish.status_code, told.finish.param) == (400, "regex") and "too complex" in told.finish.message
