@@ -360,3 +360,15 @@ def test_tests_that_documents_name_exist() -> None:
 def test_the_documented_settings_are_the_settings() -> None:
     text = (ROOT / "docs/server_args.md").read_text(encoding="utf-8")
     assert text.endswith("\n" + command_line.docs_tables()), "out of date: scripts/check --fix rewrites it"
+
+
+def test_tests_of_csrc_cpu_say_that_they_need_a_build() -> None:
+    """By these words, scripts and the tests of slower builds find them."""
+    tests = sorted((ROOT / "tests/model_executor").rglob("test_*.py"))
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in tests}
+    wrong = [
+        name
+        for name, text in texts.items()
+        if re.search(r"\bops\.tercet_cpu\b|\bimport cpu_layers\b", text) and "no build of csrc/cpu" not in text
+    ]
+    assert not wrong, "\n".join(wrong)
