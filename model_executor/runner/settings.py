@@ -227,8 +227,10 @@ def resolve_weights(
     if config.fp8 is not None and backend == "triton" and quantization in (None, FP8):
         return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
-        stored = {} if chosen is None else stored_forms(config, dtype)
-        return WeightTypes(dtype, stored | quantized_forms(config, quantization))
+        rounded = quantized_forms(config, quantization)
+        if chosen is None or config.tie_word_embeddings:
+            return WeightTypes(dtype, rounded)
+        return WeightTypes(dtype, stored_forms(config, dtype) | rounded)
     if chosen is None:
         return WeightTypes(dtype, {})
     if dtype == torch.float32:
