@@ -30,8 +30,8 @@ class TenantLevel(Level):
         super().__init__(urgency)
         self.tenants: dict[str, Level] = {}
         self._by_places: dict[float, dict[str, None]] = {}
-        """The tenants by their requests here, for their weights. Those that have changed last are last. No group is
-        empty."""
+        """The tenants by their number of requests here, divided by their weights. In a group, those that changed last
+        are last. No group is empty."""
         self._shares = shares
         self._places = places
 

@@ -38,8 +38,8 @@ _SORTED_AT_ONCE = 4096
 """To sort so many files takes less than 5 ms. No other thread runs meanwhile."""
 _USE_GRAIN_NS = 60 * 10**9
 _MAX_AHEAD_NS = 24 * 3600 * 10**9
-"""A file whose time is further ahead of the clock has it of a clock that was wrong. Otherwise it would stay until then,
-and newer files would go in its place."""
+"""If the time of a file is further ahead of the clock, the clock was wrong when the file was used. By its time, the
+file would stay until then, and newer ones would be removed instead."""
 BLOCK_STEP_NS = 10**6
 
 

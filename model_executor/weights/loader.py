@@ -91,8 +91,8 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
 def stored_forms(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
     """The quantized form of each matrix of a GGUF file that has exactly the stored values, by parameter.
 
-    `dtype`: the type of the activations. Matrices are left out if no form takes fewer bits a weight than this type, or
-    than a compact weight. Raises as `load_parameters` does.
+    `dtype`: the type of the activations. A form takes fewer bits a weight than this type, and than a compact weight if
+    the matrix may be compact. Matrices without such a form are left out. Raises as `load_parameters` does.
     """
     if config.load_format != "gguf":
         return {}
