@@ -40,12 +40,6 @@ inline KVPoolShape check_kv_pools(const Tensor& k_pool, const Tensor& v_pool, at
   return {kv_heads, dim, slots * (in_panels ? kPanel : 1), in_panels, k_pool.stride(0)};
 }
 
-/// Checks `count` indices, of which each must be in [0, size).
-inline void check_indices(const int64_t* indices, int64_t count, const char* name, int64_t size) {
-  for (int64_t i = 0; i < count; ++i)
-    TORCH_CHECK(0 <= indices[i] && indices[i] < size, name, " must be in [0, ", size, "), got ", indices[i]);
-}
-
 inline void rotate_and_store_op(
     const Tensor& qkv,
     const Tensor& positions,
@@ -91,21 +85,6 @@ inline void rotate_and_store_op(
     TERCET_ANY_FLOAT(type, [&] { call(scalar_t()); });
 }
 
-/// Checks the numbers of a batch of at most `tokens` new tokens.
-inline void check_batch(const AttentionBatch& batch, int64_t num_requests, int64_t num_rows, int64_t tokens) {
-  check_indices(batch.rows, num_requests, "rows", num_rows);
-  TORCH_CHECK(
-      num_requests == 0 || (0 <= batch.start(0) && batch.start(num_requests) <= tokens),
-      "starts must be in [0, ", tokens, "]");
-  for (int64_t request = 0; request < num_requests; ++request) {
-    const int64_t num_new = batch.num_tokens(request), len = batch.seq_lens[request];
-    TORCH_CHECK(num_new >= 0, "starts must not fall");
-    TORCH_CHECK(
-        num_new <= len && len <= batch.context,
-        "seq_lens must be in [", num_new, ", ", batch.context, "], got ", len);
-  }
-}
-
 inline Tensor attention_op(
     const Tensor& q,
     const Tensor& k_pool,
@@ -120,7 +99,7 @@ inline Tensor attention_op(
   const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
   const int64_t tokens = q.size(0), heads = q.size(1);
-  const int64_t num_requests = rows.size(0), num_rows = slot_table.size(0);
+  const int64_t num_requests = rows.size(0);
   TORCH_CHECK(q.size(2) == dim, "heads of q must be as large as those of the pool");
   TORCH_CHECK(q.device().is_cpu() && q.stride(2) == 1 && q.stride(1) == dim, "heads of q must be contiguous");
   TORCH_CHECK(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
@@ -136,10 +115,12 @@ inline Tensor attention_op(
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
   const AttentionBatch batch{
       .slot_table = slot_table.const_data_ptr<int32_t>(),
+      .num_rows = slot_table.size(0),
       .context = slot_table.size(1),
       .rows = rows.const_data_ptr<int64_t>(),
       .seq_lens = seq_lens.const_data_ptr<int64_t>(),
       .starts = data_or_null<int64_t>(starts),
+      .max_tokens = tokens,
       .num_requests = num_requests,
       .heads = heads,
       .kv_heads = kv_heads,
@@ -155,8 +136,7 @@ inline Tensor attention_op(
         .scale = static_cast<float>(scale),
         .out = out.data_ptr<T>(),
     };
-    run_or_record_requests(num_requests, [=, plan = step_plan(batch, sizeof(T))](int64_t requests) {
-      check_batch(inputs.batch, requests, num_rows, tokens);
+    run_or_record_requests(num_requests, [inputs, plan = step_plan(batch, sizeof(T))](int64_t requests) {
       Attention<T, kInPanels>(inputs, plan->get(requests, ThreadPool::get().num_threads())).run();
     });
   };

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dot.h"
+#include "op_checks.h"
 
 namespace tercet {
 
@@ -25,11 +26,12 @@ constexpr int64_t kTileBytes = 128 * 1024;
 
 /// Requests with new tokens.
 struct AttentionBatch {
-  const int32_t* slot_table;  // [rows, context]: the slot of each position of each row
-  int64_t context;
+  const int32_t* slot_table;  // [num_rows, context]: the slot of each position of each row
+  int64_t num_rows, context;
   const int64_t* rows;       // [num_requests] the row of each request
   const int64_t* seq_lens;   // [num_requests] its number of tokens, the new ones included
   const int64_t* starts;     // [num_requests + 1] its first new token; nullptr: each request has one new token
+  int64_t max_tokens;        // new tokens that there is room for
   int64_t num_requests, heads, kv_heads, head_dim;
   int64_t window;            // positions that a token sees, its own included
 
@@ -38,6 +40,19 @@ struct AttentionBatch {
   int64_t num_tokens(int64_t request) const { return start(request + 1) - start(request); }
   int64_t group() const { return heads / kv_heads; }
   const int32_t* slots(int64_t request) const { return slot_table + rows[request] * context; }
+
+  /// Checks the numbers that it points to.
+  void check_numbers() const {
+    check_indices(rows, num_requests, "rows", num_rows);
+    TORCH_CHECK(
+        num_requests == 0 || (0 <= start(0) && start(num_requests) <= max_tokens),
+        "starts must be in [0, ", max_tokens, "]");
+    for (int64_t request = 0; request < num_requests; ++request) {
+      const int64_t num_new = num_tokens(request), len = seq_lens[request];
+      TORCH_CHECK(num_new >= 0, "starts must not fall");
+      TORCH_CHECK(num_new <= len && len <= context, "seq_lens must be in [", num_new, ", ", context, "], got ", len);
+    }
+  }
 };
 
 /// The integers from `from` to `end`, without `end`.
@@ -216,6 +231,7 @@ class StepPlan {
   const AttentionPlan& get(int64_t num_requests, int64_t num_threads) {
     if (!plan_) {
       batch_.num_requests = num_requests;
+      batch_.check_numbers();  // once for all layers of a step
       plan_.emplace(batch_, bytes_per_number_, num_threads);
     }
     return *plan_;

@@ -41,6 +41,12 @@ inline void check(const Tensor& tensor, const char* name, at::ScalarType type, a
   TORCH_CHECK(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
 }
 
+/// Checks `count` indices, of which each must be in [0, size).
+inline void check_indices(const int64_t* indices, int64_t count, const char* name, int64_t size) {
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK(0 <= indices[i] && indices[i] < size, name, " must be in [0, ", size, "), got ", indices[i]);
+}
+
 template <typename T>
 const T* data_or_null(const optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
