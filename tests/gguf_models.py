@@ -25,7 +25,16 @@ HF_TO_GGUF = {
 }
 
 
-K_BLOCK_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
+FACTORS = {
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
+    Kind.Q2_K: (40, 41),
+    Kind.Q3_K: (54,),
+    Kind.Q4_K: (0, 1),
+    Kind.Q5_K: (0, 1),
+    Kind.Q6_K: (104,),
+}
+"""Types that the gguf package cannot quantise, and the places of the float16 numbers in their blocks."""
 
 
 def gguf_name(name):
@@ -43,14 +52,12 @@ def interleave_halves(array, num_heads):
 
 
 def random_blocks(shape, kind):
-    """Blocks of Q4_K, Q5_K or Q6_K with any values and scales, of numbers that are not large: uint8 [rows, bytes]."""
+    """Blocks of a type of FACTORS with any values and scales, of numbers that are not large: uint8 [rows, bytes]."""
     rng = np.random.default_rng(shape)
-    blocks = rng.integers(0, 256, (shape[0], shape[1] // 256, K_BLOCK_BYTES[kind]), dtype=np.uint8)
-    factors = rng.normal(0, 1e-4, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
-    if kind is Kind.Q6_K:
-        blocks[..., 208:] = factors[..., :2]
-    else:
-        blocks[..., :4] = factors
+    block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // block_len, block_bytes), dtype=np.uint8)
+    for at in FACTORS[kind]:
+        blocks[..., 2 * at : 2 * at + 2] = rng.normal(0, 1e-4, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 
@@ -83,7 +90,7 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         if arch == "llama" and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
         used = (kinds or {}).get(name, kind) if array.ndim == 2 else Kind.F32
-        raw = random_blocks(array.shape, used) if used in K_BLOCK_BYTES else gguf.quantize(array, used)
+        raw = random_blocks(array.shape, used) if used in FACTORS else gguf.quantize(array, used)
         writer.add_tensor(gguf_name(name), raw, raw_dtype=used)
     for name, array in (beside or {}).items():
         writer.add_tensor(name, array)

@@ -5,7 +5,7 @@ These are the forms "int8" and "int4". Their matrix product rounds activations t
 (csrc/cpu/quantized.h). One scale per row would make the error several times larger (docs/log.md).
 
 Files may also have the forms "q4_k" and "q6_k", with scales and minima in float32, as in Q4_K and Q6_K. The form
-"mixed_k" holds any of Q4_K, Q5_K, Q6_K and Q5_1, so parts of a matrix may have different types.
+"mixed_k" holds all of ggml's types that ggml_types.py converts, so parts of a matrix may have different types.
 """
 
 from __future__ import annotations

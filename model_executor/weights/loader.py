@@ -39,6 +39,7 @@ from .weight_cache import WeightCache
 # Tensors of old checkpoints that are computed instead of loaded.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DUMMY_STD = 0.02
+_CPU = torch.device("cpu")
 
 
 class Checkpoint(Protocol):
@@ -52,7 +53,7 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
-        """Read a tensor, or a region of it, of any floating dtype to the CPU. Raises ValueError for another dtype."""
+        """Read a tensor, or a region of it, of any floating dtype. Raises ValueError for another dtype."""
 
     def has_form(self, name: str, form: str) -> bool:
         """Whether `quantized` returns the tensor in this form."""
@@ -165,27 +166,29 @@ def load_parameters(
         return _dummy(config, dtypes, device, seed, forms, shard)
 
     def stored() -> StoredParameters:
-        return StoredParameters(_open(config), config, dtypes, forms, shard)
+        return StoredParameters(_open(config, device), config, dtypes, forms, shard)
 
     if packed and cache is not None and shard == WHOLE:
         return PackedParameters(cache, config, dtypes, forms, stored, compact=compact)
-    # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself.
-    if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE:
+    is_on_cpu = device.type == "cpu"
+    # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself. A GPU needs no
+    # cache, because it dequantises tensors faster than they could be read.
+    if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE and is_on_cpu:
         table = family_of(config).parameters(config)
         parameters = WeightCache(cache).parameters(config.model_path, table, dtypes, stored)
     else:
         parameters = stored()
-    return parameters if device.type == "cpu" else {name: tensor.to(device) for name, tensor in parameters.items()}
+    return parameters if is_on_cpu else {name: tensor.to(device) for name, tensor in parameters.items()}
 
 
-def _open(config: ModelConfig) -> Checkpoint:
+def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
     if config.fp8 is not None:
         return Fp8Checkpoint(config.model_path, config.fp8)
     if config.load_format != "gguf":
         return SafetensorsCheckpoint(config.model_path)
     from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second
 
-    return GGUFCheckpoint(config)
+    return GGUFCheckpoint(config, device)
 
 
 class StoredParameters(Mapping[str, Any]):
@@ -229,16 +232,8 @@ class StoredParameters(Mapping[str, Any]):
             _check_shape(part, self._checkpoint.shape(part.name))
         if name in self._forms:
             return _stacked([self._quantized(part, region, self._forms[name]) for part, region in parts])
-        if len(parts) == 1:
-            part, region = parts[0]
-            return self._checkpoint.tensor(part.name, region).to(dtype).contiguous()
-        found = torch.empty(self._shard.shape(parameter), dtype=dtype)
-        row = 0
-        for part, region in parts:
-            tensor = self._checkpoint.tensor(part.name, region)
-            found[row : row + len(tensor)] = tensor
-            row += len(tensor)
-        return found
+        tensors = [self._checkpoint.tensor(part.name, region).to(dtype) for part, region in parts]
+        return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
     def _quantized(self, part: Part, region: Region, form: str) -> QuantizedWeight | Fp8Weight:
         as_stored = self._checkpoint.quantized(part.name, form, region)

@@ -124,6 +124,16 @@ def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) ->
     assert torch.equal(short_logits(narrow), short_logits(plain))
 
 
+@pytest.mark.parametrize(("kind", "form"), [(Kind.Q3_K, "q6_k"), (Kind.IQ4_XS, "q6_k"), (Kind.IQ4_NL, "int8")])
+def test_files_of_other_types_are_kept_with_8_bits(tmp_path: Path, kind: Kind, form: str) -> None:
+    model = make_wide_model(tied=False)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind))
+    kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)
+    assert set(kept.weight_forms.values()) == {form} and len(kept.weight_forms) == 10
+    narrow, plain = (load_runner(each, config) for each in (kept, dataclasses.replace(kept, weight_forms={})))
+    assert torch.equal(short_logits(narrow), short_logits(plain))
+
+
 def test_matrices_without_a_form_are_compact(tmp_path: Path) -> None:
     kinds = {"lm_head.weight": Kind.F16}
     path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.Q4_0, kinds=kinds)

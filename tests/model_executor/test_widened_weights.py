@@ -112,12 +112,28 @@ def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) ->
     assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
-def test_a_file_of_q5_k_is_kept_with_8_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(Kind.Q5_K, "mixed_k"), (Kind.Q2_K, "mixed_k"), (Kind.Q3_K, "q6_k"), (Kind.IQ4_XS, "q6_k"), (Kind.IQ4_NL, "int8")],
+)
+def test_files_of_other_types_are_kept_with_8_bits(tmp_path: Path, kind: Kind, form: str) -> None:
     model = make_wide_model(tied=False)
-    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q5_K))
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind))
     narrow, wide = runner_of(config), runner_of(config, wide=True)
-    assert set(narrow.settings.weight_forms.values()) == {"mixed_k"} and len(narrow.settings.weight_forms) == 10
+    assert set(narrow.settings.weight_forms.values()) == {form} and len(narrow.settings.weight_forms) == 10
     assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
+    assert torch.equal(short_logits(narrow), short_logits(wide))
+
+
+def test_parts_of_any_types_are_kept_together(tmp_path: Path) -> None:
+    """As llama.cpp writes Q3_K_M and files of IQ4_NL: some values have a type of more bits."""
+    kinds = {f"model.layers.{layer}.self_attn.v_proj.weight": kind for layer, kind in ((0, Kind.Q5_K), (1, Kind.Q8_0))}
+    kinds["model.layers.1.mlp.up_proj.weight"] = Kind.IQ4_NL
+    model = make_wide_model(tied=False)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q3_K, kinds=kinds))
+    narrow, wide = runner_of(config), runner_of(config, wide=True)
+    mixed = {name for name, form in narrow.settings.weight_forms.items() if form == "mixed_k"}
+    assert mixed == {"layers.0.qkv_proj.weight", "layers.1.qkv_proj.weight", "layers.1.gate_up_proj.weight"}
     assert torch.equal(short_logits(narrow), short_logits(wide))
 
 

@@ -80,9 +80,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        *((kind, "int8") for kind in (Kind.Q8_0, Kind.Q5_0, Kind.Q4_0)),
+        *((kind, "int8") for kind in (Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.IQ4_NL)),
         *((kind, "int4") for kind in (Kind.Q4_0, Kind.Q4_1)),
-        (Kind.Q5_1, "mixed_k"),
+        *((kind, "mixed_k") for kind in (Kind.Q5_1, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)),
     ],
 )
 def test_numbers_of_a_file_are_taken_as_they_are(llama, kind: Kind, form: str) -> None:
@@ -96,7 +96,11 @@ def test_numbers_of_a_file_are_taken_as_they_are(llama, kind: Kind, form: str) -
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [(Kind.Q4_K, "q4_k"), (Kind.Q6_K, "q6_k"), *((kind, "mixed_k") for kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K))],
+    [
+        (Kind.Q4_K, "q4_k"),
+        *((kind, "q6_k") for kind in (Kind.Q6_K, Kind.Q3_K, Kind.IQ4_XS)),
+        *((kind, "mixed_k") for kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS)),
+    ],
 )
 def test_blocks_of_256_are_taken_as_they_are(tmp_path: Path, kind: Kind, form: str) -> None:
     checkpoint = GGUFCheckpoint(

@@ -1,0 +1,231 @@
+"""GGML's block types: conversions to the forms of quantized weights and to float32, on any device.
+
+The gguf package knows all types, but uses numpy on one thread. So the common types are converted here, to the same
+bits. Source of the layouts: ggml-common.h of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..layers.quantized_weight import QuantizedWeight
+
+Kind = gguf.GGMLQuantizationType
+
+PLAIN: dict[int, torch.dtype] = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+"""The types that torch has."""
+_VALUES_AT_ONCE = {"cpu": 1 << 18}
+_VALUES_AT_ONCE_ON_A_GPU = 1 << 24
+"""Values that are dequantised at once: on a CPU few enough for its caches, on a GPU enough to keep it busy."""
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the 4 bits of IQ4_NL and IQ4_XS stand for."""
+
+
+class Blocks(NamedTuple):
+    """The blocks of a matrix."""
+
+    kind: Kind
+    raw: npt.NDArray[np.uint8]
+    """[rows, blocks of a row, bytes of a block]"""
+
+
+def has_form(kind: int, form: str) -> bool:
+    """Whether weights of the GGML type `kind` can be converted to `form` with exactly the same values."""
+    if kind not in _TYPES:
+        return False
+    return form in (_TYPES[Kind(kind)].form, "mixed_k") or (kind, form) in _OTHER_FORMS
+
+
+def quantized(blocks: Blocks, form: str) -> QuantizedWeight:
+    """Convert blocks to a form that they have (`has_form`)."""
+    kind, raw = blocks
+    convert = _OTHER_FORMS.get((kind, form), _TYPES[kind].convert)
+    weight = convert(torch.from_numpy(raw.copy()))  # a copy, because the file's mapping is read-only
+    return _mixed_k(weight) if form == "mixed_k" else weight
+
+
+def dequantized(blocks: Blocks, device: torch.device) -> torch.Tensor:
+    """The values of blocks: [rows, values of a row] on `device`, in float32 or the plain type of the blocks.
+
+    Raises NotImplementedError for a type that the gguf package cannot dequantise.
+    """
+    kind, raw = blocks
+    if kind in PLAIN:
+        return torch.from_numpy(raw.copy()).to(device).view(PLAIN[kind]).flatten(1)
+    if kind not in _TYPES:
+        return torch.from_numpy(gguf.dequantize(raw.reshape(len(raw), -1), kind)).to(device)
+    row_len = raw.shape[1] * gguf.GGML_QUANT_SIZES[kind][0]
+    out = torch.empty(len(raw), row_len, device=device)
+    step = max(_VALUES_AT_ONCE.get(device.type, _VALUES_AT_ONCE_ON_A_GPU) // max(row_len, 1), 1)
+    convert = _TYPES[kind].convert
+    for first in range(0, len(raw), step):
+        part = torch.from_numpy(raw[first : first + step].copy()).to(device)
+        out[first : first + step] = convert(part).dequantize()
+    return out
+
+
+_Conversion = Callable[[torch.Tensor], QuantizedWeight]
+"""A conversion of blocks: uint8 [rows, blocks of a row, bytes of a block]."""
+
+
+def _half(blocks: torch.Tensor, index: int) -> torch.Tensor:
+    """The float16 number `index` of each block."""
+    return blocks[..., 2 * index : 2 * index + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _bits(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """The numbers of `width` bits in bytes [..., n], the lowest bits first: [..., 8 / width, n]."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return packed[..., None, :] >> shifts[:, None] & (1 << width) - 1
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _iq4_values(packed: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(_IQ4_VALUES, dtype=torch.int8, device=packed.device)[_nibbles(packed).int()]
+
+
+def _values_of_5_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Values of 5 bits of a block, int8: 4 bytes with the highest bit of each, and 16 with the other bits of two."""
+    return (_nibbles(low) | _bits(high, 1).mT.flatten(-2) << 4).view(torch.int8)
+
+
+def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: a float16 scale, then 32 values."""
+    return QuantizedWeight(blocks[..., 2:].flatten(1).view(torch.int8), _half(blocks, 0), None)
+
+
+def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: a float16 scale, then 16 bytes with two values each."""
+    return QuantizedWeight(_nibbles(blocks[..., 2:]).flatten(1).view(torch.int8) - 8, _half(blocks, 0), None)
+
+
+def _q4_0_of_4_bits(blocks: torch.Tensor) -> QuantizedWeight:
+    return QuantizedWeight(_nibbles(blocks[..., 2:]).flatten(1), _half(blocks, 0), _half(blocks, 0) * -8)
+
+
+def _q4_1(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: a float16 scale, a float16 minimum, then as in `_q4_0`."""
+    return QuantizedWeight(_nibbles(blocks[..., 4:]).flatten(1), _half(blocks, 0), _half(blocks, 1))
+
+
+def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: a float16 scale, then as `_values_of_5_bits`."""
+    values = _values_of_5_bits(blocks[..., 2:6], blocks[..., 6:])
+    return QuantizedWeight(values.flatten(1) - 16, _half(blocks, 0), None)
+
+
+def _q5_1(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: a float16 scale, a float16 minimum, then as `_values_of_5_bits`."""
+    values = _values_of_5_bits(blocks[..., 4:8], blocks[..., 8:])
+    return QuantizedWeight(values.flatten(1), _half(blocks, 0), _half(blocks, 1))
+
+
+def _iq4_nl(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: as in `_q4_0`, but the 4 bits stand for `_IQ4_VALUES`."""
+    return QuantizedWeight(_iq4_values(blocks[..., 2:]).flatten(1), _half(blocks, 0), None)
+
+
+def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: a float16, the upper 2 bits of 8 scales, their lower 4 bits, then 8 times the values of `_iq4_nl`."""
+    scales = _bits(blocks[..., 4:8], 4).mT.flatten(-2) | _bits(blocks[..., 2:4], 2).mT.flatten(-2) << 4
+    values = _iq4_values(blocks[..., 8:].unflatten(-1, (8, 16)))
+    return _q6_k_form(values, (scales.view(torch.int8) - 32).repeat_interleave(2, -1), _half(blocks, 0))
+
+
+def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: 16 bytes with a scale and a minimum, 64 with four values, and a float16 for scales and minima each."""
+    scales, minima = _bits(blocks[..., :16], 4).unbind(-2)
+    values = _bits(blocks[..., 16:80].unflatten(-1, (2, 32)), 2)
+    return QuantizedWeight(
+        values.flatten(1).view(torch.int8),
+        (scales * _half(blocks, 40).float()[..., None]).flatten(1),
+        (minima * -_half(blocks, 41).float()[..., None]).flatten(1),
+    )
+
+
+def _q3_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: 32 bytes with the highest bits of 8 values each, 64 with the lower bits of 4, 16 scales of 6 bits, a
+    float16.
+    """
+    values = _bits(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3, -2) | _bits(blocks[..., :32], 1) << 2
+    scales = _nibbles(blocks[..., 96:104]) | _bits(blocks[..., 104:108], 2).flatten(-2) << 4
+    return _q6_k_form(values.view(torch.int8) - 4, scales.view(torch.int8) - 32, _half(blocks, 54))
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and minima of a row. A block begins with two float16, then has 6 bits of 8 scales and 8 minima."""
+    low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1) * _half(blocks, 0).float()[..., None]
+    minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1) * -_half(blocks, 1).float()[..., None]
+    return scales.flatten(1), minima.flatten(1)
+
+
+def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: as `_k_scales`, then 4 times 32 bytes with two values each."""
+    return QuantizedWeight(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(1), *_k_scales(blocks))
+
+
+def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: as `_k_scales`, then 32 bytes with the highest bits of 8 values each, then as in `_q4_k`."""
+    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    values = low | _bits(blocks[..., 16:48], 1) << 4
+    return QuantizedWeight(values.view(torch.int8).flatten(1), *_k_scales(blocks))
+
+
+def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: the lower 4 bits of 256 values, their upper 2 bits, 16 scales of 8 bits, a float16."""
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
+    values = low | _bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 2) << 4
+    scales = blocks[..., 192:208].contiguous().view(torch.int8)
+    return _q6_k_form(values.view(torch.int8) - 32, scales, _half(blocks, 104))
+
+
+def _q6_k_form(values: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> QuantizedWeight:
+    """Values of rows, the scale of every 16 of them, [rows, blocks, 16], and a factor for the scales of a block."""
+    return QuantizedWeight(values.flatten(1), (scales * factors.float()[..., None]).flatten(1), None)
+
+
+def _mixed_k(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in the form "mixed_k"."""
+
+    def for_half_groups(x: torch.Tensor) -> torch.Tensor:
+        return x.float().repeat_interleave(weight.shape[1] // 16 // x.shape[1], 1)
+
+    values, scales, minima = weight
+    scales = for_half_groups(scales)
+    return QuantizedWeight(
+        values.view(torch.int8), scales, torch.zeros_like(scales) if minima is None else for_half_groups(minima)
+    )
+
+
+class _Type(NamedTuple):
+    convert: _Conversion
+    form: str
+    """of quantization.py, which has the values of the type"""
+
+
+_TYPES: dict[int, _Type] = {
+    Kind.Q8_0: _Type(_q8_0, "int8"),
+    Kind.Q4_0: _Type(_q4_0, "int8"),
+    Kind.Q4_1: _Type(_q4_1, "int4"),
+    Kind.Q5_0: _Type(_q5_0, "int8"),
+    Kind.Q5_1: _Type(_q5_1, "mixed_k"),
+    Kind.IQ4_NL: _Type(_iq4_nl, "int8"),
+    Kind.IQ4_XS: _Type(_iq4_xs, "q6_k"),
+    Kind.Q2_K: _Type(_q2_k, "mixed_k"),
+    Kind.Q3_K: _Type(_q3_k, "q6_k"),
+    Kind.Q4_K: _Type(_q4_k, "q4_k"),
+    Kind.Q5_K: _Type(_q5_k, "mixed_k"),
+    Kind.Q6_K: _Type(_q6_k, "q6_k"),
+}
+"""The form "mixed_k" has the values of all these types. A conversion may return fewer scales than this form has."""
+_OTHER_FORMS: dict[tuple[int, str], _Conversion] = {(Kind.Q4_0, "int4"): _q4_0_of_4_bits}

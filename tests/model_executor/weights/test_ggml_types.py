@@ -1,0 +1,91 @@
+"""Conversions of GGML's block types give the bits of the gguf package, for every pattern of bits."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.model_executor.layers.quantized_weight import GROUP
+from tercet.model_executor.weights import ggml_types
+from tercet.model_executor.weights.ggml_types import Blocks, Kind
+
+CPU = torch.device("cpu")
+TYPES = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.IQ4_NL, Kind.IQ4_XS]
+TYPES += [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+SCALES_OF_A_GROUP = {"int4": 1, "int8": 1, "q4_k": 1, "q6_k": 2, "mixed_k": 2}
+FORMS = [(kind, form) for kind in TYPES for form in SCALES_OF_A_GROUP if ggml_types.has_form(kind, form)]
+
+
+def random_blocks(kind: Kind, rows: int, row_blocks: int, seed: int = 0) -> Blocks:
+    """Blocks of any bytes, so with any values and scales, some of them infinite, NaN or subnormal."""
+    num_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+    return Blocks(kind, np.random.default_rng(seed).integers(0, 256, (rows, row_blocks, num_bytes), dtype=np.uint8))
+
+
+def expected_values(blocks: Blocks) -> npt.NDArray[np.float32]:
+    with np.errstate(all="ignore"):
+        return gguf.dequantize(blocks.raw.reshape(len(blocks.raw), -1), blocks.kind).astype(np.float32)
+
+
+def have_equal_bits(values: torch.Tensor, expected: npt.NDArray[np.float32]) -> bool:
+    """Whether the bits are equal, except those of NaN."""
+    found = values.numpy()
+    is_nan = np.isnan(expected)
+    equal = found.view(np.uint32) == expected.view(np.uint32)
+    return found.shape == expected.shape and bool(np.where(is_nan, np.isnan(found), equal).all())
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@given(rows=st.integers(1, 9), row_blocks=st.integers(1, 5), seed=st.integers(0, 2**20))
+def test_dequantised_values_have_the_bits_of_gguf(kind: Kind, rows: int, row_blocks: int, seed: int) -> None:
+    blocks = random_blocks(kind, rows, row_blocks, seed)
+    assert have_equal_bits(ggml_types.dequantized(blocks, CPU), expected_values(blocks))
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS)
+def test_forms_have_the_values_of_a_type(kind: Kind, form: str) -> None:
+    blocks = random_blocks(kind, 50, 4)
+    if form == "int4":
+        # The scales of weights are small. In Q4_0, -8 times a scale above 8,190 is infinite.
+        blocks.raw[..., 1] &= 0xBF
+    weight = ggml_types.quantized(blocks, form)
+    n, k = weight.shape
+    assert weight.bits == (4 if form in ("int4", "q4_k") else 8) and weight.values.is_contiguous()
+    assert weight.scales.shape == (n, k // GROUP * SCALES_OF_A_GROUP[form])
+    assert weight.scales.dtype == (torch.float16 if form in ("int4", "int8") else torch.float32)
+    assert (weight.minima is not None) == (form in ("int4", "q4_k", "mixed_k"))
+    if weight.minima is not None:
+        assert weight.minima.shape == weight.scales.shape and weight.minima.dtype == weight.scales.dtype
+    np.testing.assert_array_equal(weight.dequantize().numpy(), expected_values(blocks))
+
+
+def test_all_these_types_share_a_form_and_no_others_have_one() -> None:
+    assert {kind for kind in Kind if ggml_types.has_form(kind, "mixed_k")} == set(TYPES)
+    assert not any(ggml_types.has_form(kind, form) for kind in {*Kind, 999} - set(TYPES) for form in SCALES_OF_A_GROUP)
+    assert len(FORMS) == 12 + 10  # one more for each type that is not "mixed_k" itself, and one for Q4_0
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.IQ4_NL])
+@pytest.mark.parametrize("values_at_once", [1, 600, 4096])
+def test_long_matrices_are_dequantised_in_parts(
+    kind: Kind, values_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ggml_types._VALUES_AT_ONCE, "cpu", values_at_once)
+    blocks = random_blocks(kind, 7, 1)
+    assert have_equal_bits(ggml_types.dequantized(blocks, CPU), expected_values(blocks))
+
+
+@pytest.mark.parametrize("kind", [Kind.TQ2_0, Kind.IQ3_S, Kind.MXFP4])
+def test_other_types_are_left_to_gguf(kind: Kind) -> None:
+    blocks = random_blocks(kind, 3, 2)
+    assert have_equal_bits(ggml_types.dequantized(blocks, CPU), expected_values(blocks))
+
+
+def test_a_type_that_gguf_cannot_dequantise_is_refused() -> None:
+    with pytest.raises(NotImplementedError):
+        ggml_types.dequantized(random_blocks(Kind.Q8_K, 1, 1), CPU)
