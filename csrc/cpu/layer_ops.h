@@ -7,7 +7,6 @@
 #include "linear_argmax.h"
 #include "norm.h"
 #include "op_checks.h"
-#include "quantized.h"
 #include "rounded.h"
 #include "widened.h"
 
@@ -40,6 +39,7 @@ Packed<T, X> packed_weight(const Tensor& x, const Tensor& packed, const optional
 template <typename Weight>
 Weight quantized_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
   const int64_t k = x.size(1);
+  TORCH_CHECK(k % Weight::kMultiple == 0, "rows of x must be multiples of ", Weight::kMultiple, ", got ", k);
   check(packed, "packed", at::kByte, {ceil_div(columns, kPanel), k / kGroup, Weight::kGroupBytes});
   return {packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
 }
@@ -89,6 +89,7 @@ void with_form(const Tensor& packed, const F& f) {
     case Kind<Q4KWeights>::kGroupBytes: f.template operator()<Kind<Q4KWeights>>(); break;
     case Kind<Q6KWeights>::kGroupBytes: f.template operator()<Kind<Q6KWeights>>(); break;
     case Kind<MixedKWeights>::kGroupBytes: f.template operator()<Kind<MixedKWeights>>(); break;
+    case Kind<MixedWeights>::kGroupBytes: f.template operator()<Kind<MixedWeights>>(); break;
     default: f.template operator()<Kind<Int8Weights>>();
   }
 }
@@ -121,7 +122,6 @@ void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& 
       f(at::BFloat16(), x.const_data_ptr<at::BFloat16>(), weight);
     }
   } else if (packed.scalar_type() == at::kByte) {
-    TORCH_CHECK(x.size(1) % kGroup == 0, "rows of x must be whole groups");
     if (x.scalar_type() == at::kFloat) {
       with_stored_weight<WidenedPacked, float>(x, packed, bias, columns, f);
       return;
@@ -255,7 +255,8 @@ inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarTy
 inline Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
   const int64_t groups = packed.size(1);
   const auto out = empty_result({ids.size(0), groups * kGroup}, packed.options().dtype(type));
-  with_form<QuantizedPacked>(packed, [&]<typename Weight>() {
+  with_form<StoredPanels>(packed, [&]<typename Weight>() {
+    TORCH_CHECK(groups * kGroup % Weight::kMultiple == 0, "packed must have whole super-blocks");
     check(packed, "packed", at::kByte, {packed.size(0), groups, Weight::kGroupBytes});
     const Weight weight{packed.const_data_ptr<uint8_t>(), nullptr, groups * kGroup};
     TERCET_ANY_FLOAT(type, [&] {
@@ -273,7 +274,6 @@ void with_quantized(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, int64_t bits, const F& f) {
   const int64_t k = x.size(1), panels = ceil_div(columns, kPanel);
   check_rows(x, columns);
-  TORCH_CHECK(k % kGroup == 0, "rows of x must be whole groups");
   TORCH_CHECK(bits == 4 || bits == 8, "weights must have 4 or 8 bits");
   if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
   const auto call = [&]<typename Weights>() {

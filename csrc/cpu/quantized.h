@@ -60,8 +60,6 @@ template <typename Number, int64_t kNumbers>
 struct GroupHeader {
   using Header = Number;
   static constexpr int64_t kHeaderBytes = kNumbers * kPanel * static_cast<int64_t>(sizeof(Number));
-  /// Parts of a group along k that have scales of their own.
-  static constexpr int64_t kScales = 1;
 };
 
 /// Weights of 8 bits. Weight w is stored as the byte w + 128, or, at the odd places of builds with
@@ -77,20 +75,25 @@ constexpr bool kOddBytesAreSigned = false;
 template <>
 struct Dot<Int8Weights> : IntegerDot, GroupHeader<at::Half, 1> {
   static constexpr int kBits = 8;
+  static constexpr int kOffset = 128;
   static constexpr bool kHasMin = false;
   static constexpr int64_t kWordBytes = 4 * kPanel;
   static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     std::memcpy(&left, words, sizeof(left));
     std::memcpy(&right, words + sizeof(left), sizeof(right));
   }
+  /// Word first + at of a group. `first` is even, and `at` is 0 or 1.
+  static void load_word(const uint8_t* words, int64_t first, int64_t at, Bytes& left, Bytes& right) {
+    load(words + (first + at) * kWordBytes, 0, left, right);
+  }
   /// The weights that are byte `at` of each word.
   static Ints weights(Bytes words, int at) {
     const auto ints = reinterpret_cast<Ints>(words);
     return kOddBytesAreSigned && at % 2 ? ints << (24 - 8 * at) >> 24 : (ints >> 8 * at & 255) - 128;
   }
-  /// The same for one column.
-  static int weight(const uint8_t* words, int64_t column, int64_t at) {
-    const uint8_t byte = words[column * kPerWord + at];
+  /// The same for word `word` of a group, and one column.
+  static int weight(const uint8_t* words, int64_t word, int64_t column, int64_t at) {
+    const uint8_t byte = words[word * kWordBytes + column * kPerWord + at];
     return kOddBytesAreSigned && at % 2 ? static_cast<int8_t>(byte) : byte - 128;
   }
 #ifdef TERCET_ROWS_OF_SHORTS
@@ -114,9 +117,12 @@ struct Dot<Int4Weights> : IntegerDot, GroupHeader<at::Half, 2> {
     left = both & 15;
     right = both >> 4;
   }
+  static void load_word(const uint8_t* words, int64_t first, int64_t at, Bytes& left, Bytes& right) {
+    load(words + (first + at) * kWordBytes, 0, left, right);
+  }
   static Ints weights(Bytes words, int at) { return reinterpret_cast<Ints>(words) >> 8 * at & 255; }
-  static int weight(const uint8_t* words, int64_t column, int64_t at) {
-    return words[column % kLanes * kPerWord + at] >> (column < kLanes ? 0 : 4) & 15;
+  static int weight(const uint8_t* words, int64_t word, int64_t column, int64_t at) {
+    return words[word * kWordBytes + column % kLanes * kPerWord + at] >> (column < kLanes ? 0 : 4) & 15;
   }
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   // 16 bits hold the sums of a group: 8 words of pairs of products, each at most 15 * 127.
@@ -137,35 +143,6 @@ struct Dot<Int4Weights> : IntegerDot, GroupHeader<at::Half, 2> {
 #endif
   }
 #endif
-};
-
-/// Weights of 4 bits as in GGUF's Q4_K. A group is that of `Int4Weights`, but scales and minima are floats.
-struct Q4KWeights;
-
-template <>
-struct Dot<Q4KWeights> : Dot<Int4Weights> {
-  using Header = float;
-  static constexpr int64_t kHeaderBytes = GroupHeader<float, 2>::kHeaderBytes;
-};
-
-/// Weights of 8 bits as in GGUF's Q6_K. A group is that of `Int8Weights`, but scales are floats: first those of the first
-/// half of the group, then those of the other half.
-struct Q6KWeights;
-
-template <>
-struct Dot<Q6KWeights> : Dot<Int8Weights> {
-  using Header = float;
-  static constexpr int64_t kHeaderBytes = GroupHeader<float, 2>::kHeaderBytes, kScales = 2;
-};
-
-/// Weights of 8 bits as in GGUF's Q4_K, Q5_K, Q6_K or Q5_1, whose parts may have different types. A group is that of
-/// `Q6KWeights`, and minima for both halves follow the scales.
-struct MixedKWeights;
-
-template <>
-struct Dot<MixedKWeights> : Dot<Q6KWeights> {
-  static constexpr bool kHasMin = true;
-  static constexpr int64_t kHeaderBytes = GroupHeader<float, 4>::kHeaderBytes;
 };
 
 /// What belongs to a group of a quantised row.
@@ -274,6 +251,7 @@ struct QuantizedPacked {
   using D = Dot<Weights>;
   using Rows = QuantizedRows<typename D::Row>;
   static constexpr int64_t kGroupBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
+  static constexpr int64_t kMultiple = kGroup;
   /// The sums of integers must fit into the registers. Those of floats, used once a group, may be in memory.
   static constexpr int64_t kMaxRows = 6;
   static constexpr int64_t kWholeRows = kMaxRows;
@@ -357,32 +335,5 @@ struct QuantizedPacked {
     add_part<false>(row_sums, sums);
   }
 };
-
-/// As `unpack_rows` of linear.h, for quantised weights.
-template <typename Weights, typename T>
-void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Weights>& weight, T* out) {
-  using D = Dot<Weights>;
-  constexpr int64_t kWordsOfPart = kGroup / D::kPerWord / D::kScales;
-  for_each_row_block(count, weight.k, [&](int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; ++i) {
-      const int64_t column = ids[i] % kPanel;
-      const uint8_t* group = weight.panels + ids[i] / kPanel * weight.panel_distance();
-      for (T* to = out + i * weight.k; to < out + (i + 1) * weight.k; group += weight.kGroupBytes) {
-        const auto* header = reinterpret_cast<const typename D::Header*>(group) + column;
-        const uint8_t* words = group + D::kHeaderBytes;
-        for (int64_t part = 0; part < D::kScales; ++part, header += kPanel) {
-          const float scale = header[0];
-          for (int64_t w = 0; w < kWordsOfPart; ++w, words += D::kWordBytes)
-            for (int64_t at = 0; at < D::kPerWord; ++at) {
-              float number = D::weight(words, column, at) * scale;
-              // The product is exact, as in rounded.h.
-              if constexpr (D::kHasMin) number += static_cast<float>(header[D::kScales * kPanel]);
-              *to++ = static_cast<T>(number);
-            }
-        }
-      }
-    }
-  });
-}
 
 }  // namespace tercet

@@ -5,40 +5,34 @@
 
 #include <array>
 
-#include "quantized.h"
+#include "panel_groups.h"
 
 namespace tercet {
 
 #ifdef __AVX512BF16__
-/// A packed weight as in `QuantizedPacked`, for rows of bfloat16.
+/// A packed weight for rows of bfloat16.
 template <typename Weights>
-struct RoundedPacked {
+struct RoundedPacked : StoredPanels<Weights> {
   using D = Dot<Weights>;
+  using Groups = PanelGroups<Weights>;
   using Product = Dot<at::BFloat16>;
-  static constexpr int64_t kGroupBytes = QuantizedPacked<Weights>::kGroupBytes;
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
   static constexpr int64_t kWholeRows = kMaxRows;
   static constexpr int64_t kFewRows = 0;  // several panels at once would need more registers
   static constexpr int64_t kPerWord = Product::kPerWord;
 
-  const uint8_t* panels;
-  const float* bias;
-  int64_t k;
+  using StoredPanels<Weights>::k;
 
-  /// A chunk of a panel. is_kept: the first piece of rows unpacks it, and the others read it from the cache.
+  /// A panel. is_kept: the first piece of rows unpacks a chunk of it, and the others read this from the cache.
   struct Opened {
-    const uint8_t* groups;
+    Groups groups;
     bool is_kept;
     bool is_unpacked = false;
   };
 
   int64_t row_bytes() const { return k * sizeof(at::BFloat16); }
-  static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
-  int64_t panel_distance() const { return panel_bytes(k); }
 
-  Opened open(int64_t panel, Chunk chunk, int64_t rows, Prefetch) const {
-    return {panels + panel_bytes(panel * k + chunk.begin), rows > kMaxRows};
-  }
+  Opened open(int64_t panel, Chunk, int64_t rows, Prefetch) const { return {this->groups(panel), rows > kMaxRows}; }
 
   template <int kRows>
   void multiply(
@@ -64,25 +58,28 @@ struct RoundedPacked {
 
   /// What turns the values of a group, or of one of its parts, into weights, of the left and of the right columns.
   struct Scales {
-    Floats scales[2], minima[2];
+    Floats scales[2], minima[2] = {};
 
-    Scales(const uint8_t* group, int64_t part) {
-      const auto* header = reinterpret_cast<const typename D::Header*>(group) + part * kPanel;
-      const FloatPair scale = load_pair(header), minimum = load_pair(header + (D::kHasMin ? D::kScales * kPanel : 0));
+    Scales(const Groups& groups, int64_t group, int64_t part) {
+      const FloatPair scale = groups.scales(group, part);
       scales[0] = to_floats(scale.left);
       scales[1] = to_floats(scale.right);
+      if constexpr (!D::kHasMin) return;
+      const FloatPair minimum = groups.minima(group, part);
       minima[0] = to_floats(minimum.left);
       minima[1] = to_floats(minimum.right);
     }
   };
 
-  /// Calls f(four, scales) for each four numbers of a column of a group.
+  /// Calls f(first, at, scales) for each four numbers of a column of a group: those of word first + at.
   template <typename F>
-  [[gnu::always_inline]] static void for_each_four(const uint8_t* group, const F& f) {
-    constexpr int64_t kFoursOfPart = kGroup / D::kPerWord / D::kScales;
-    for (int64_t part = 0; part < D::kScales; ++part) {
-      const Scales scales(group, part);
-      for (int64_t four = part * kFoursOfPart; four < (part + 1) * kFoursOfPart; ++four) f(four, scales);
+  [[gnu::always_inline]] static void for_each_four(const Groups& groups, int64_t group, const F& f) {
+    constexpr int64_t kFoursOfPart = kGroup / D::kPerWord / Groups::kScales;
+    for (int64_t part = 0; part < Groups::kScales; ++part) {
+      const Scales scales(groups, group, part);
+      for (int64_t first = part * kFoursOfPart; first < (part + 1) * kFoursOfPart; first += kWordsAtOnce)
+#pragma GCC unroll 2
+        for (int64_t at = 0; at < kWordsAtOnce; ++at) f(first, at, scales);
     }
   }
 
@@ -104,21 +101,22 @@ struct RoundedPacked {
     else
       unrolled<2 * kRows>([&](auto i) { part[i / 2][i % 2] = sums[i / 2][i % 2]; });
     Prefetcher prefetcher = prefetch.start();
-    const uint8_t* packed = opened.groups;
-    const int64_t groups = chunk.size() / kGroup;
+    const Groups packed = opened.groups;
+    const int64_t first = chunk.begin / kGroup, groups = chunk.size() / kGroup;
     // Without other pieces of rows, two groups take turns in the L1 cache.
-    const int64_t places = opened.is_kept ? groups : 2;
-    const auto place = [=](int64_t g) { return unpacked + g % places * (kGroup * kPanel); };
+    const auto place = [=](int64_t g) { return unpacked + (opened.is_kept ? g : g & 1) * (kGroup * kPanel); };
     const auto multiply_group = [&](int64_t g, auto has_next) __attribute__((always_inline)) {
       const at::BFloat16* from = place(g);
       at::BFloat16* to = place(g + 1);
-      const uint8_t* next = packed + (g + has_next) * kGroupBytes;
-      const auto multiply_four = [&](int64_t four, const Scales& scales) __attribute__((always_inline)) {
+      const int64_t next = first + g + has_next;
+      const uint8_t* next_words = packed.words(next);
+      const auto multiply_four = [&](int64_t first_four, int64_t at_four, const Scales& scales)
+                                     __attribute__((always_inline)) {
         prefetcher(2);
-        if constexpr (has_next) unpack_four(next, four, scales, to);
+        if constexpr (has_next) unpack_four(next_words, first_four, at_four, scales, to);
 #pragma GCC unroll 2
         for (int word = 0; word < 2; ++word) {
-          const int64_t at = D::kPerWord * four + kPerWord * word;
+          const int64_t at = D::kPerWord * (first_four + at_four) + kPerWord * word;
           __m512i left, right;
           Product::load(from + at * kPanel, 0, left, right);
 #pragma GCC unroll 16
@@ -129,9 +127,12 @@ struct RoundedPacked {
           }
         }
       };
-      for_each_four(next, multiply_four);
+      for_each_four(packed, next, multiply_four);
     };
-    for_each_four(packed, [&](int64_t four, const Scales& scales) { unpack_four(packed, four, scales, place(0)); });
+    const uint8_t* words = packed.words(first);
+    for_each_four(packed, first, [&](int64_t first_four, int64_t at_four, const Scales& scales) {
+      unpack_four(words, first_four, at_four, scales, place(0));
+    });
     for (int64_t g = 0; g < groups - 1; ++g) multiply_group(g, std::true_type());
     multiply_group(groups - 1, std::false_type());
     add_part<false>(sums, part);
@@ -139,26 +140,34 @@ struct RoundedPacked {
 
   /// Unpacks four numbers of all columns, two words: `to` is the panel of the group as bfloat16.
   [[gnu::always_inline]] static void unpack_four(
-      const uint8_t* group, int64_t four, const Scales& scales, at::BFloat16* to) {
-    const uint8_t* words = group + D::kHeaderBytes + four * D::kWordBytes;
-    to += D::kPerWord * four * kPanel;
+      const uint8_t* words, int64_t first, int64_t at_first, const Scales& scales, at::BFloat16* to) {
+    Bytes sides[2] = {};
+    if constexpr (D::kBits > 4) D::load_word(words, first, at_first, sides[0], sides[1]);
+    words += (first + at_first) * D::kWordBytes;
+    to += D::kPerWord * (first + at_first) * kPanel;
 #pragma GCC unroll 2
     for (int at = 0; at < D::kPerWord; at += kPerWord)
 #pragma GCC unroll 2
       for (int side = 0; side < 2; ++side)
         _mm512_store_si512(
-            to + (at + side) * kPanel, unpack_word(words, at, side, scales.scales[side], scales.minima[side]));
+            to + (at + side) * kPanel,
+            unpack_word(words, sides[side], at, side, scales.scales[side], scales.minima[side]));
   }
 
-  /// Numbers `at` and at + 1 of a word of four, of the left or of the right columns.
+  /// Numbers `at` and at + 1 of a word of four, of the left or of the right columns. `bytes`: this word of this side, if
+  /// a weight has more than 4 bits.
   [[gnu::always_inline]] static __m512i unpack_word(
-      const uint8_t* words, int at, int side, Floats scales, Floats minima) {
+      const uint8_t* words, Bytes bytes, int at, int side, Floats scales, Floats minima) {
     Floats numbers[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const Floats values = D::kBits == 4 ? values_of_4_bits(words, 8 * (at + i) + 4 * side, i == 0)
-                                       : values_of_8_bits(words + side * sizeof(__m512i), 8 * (at + i));
-      numbers[i] = values * scales;
+      if constexpr (D::kBits == 4)
+        numbers[i] = values_of_4_bits(words, 8 * (at + i) + 4 * side);
+      else if constexpr (D::kBits == 6)
+        numbers[i] = values_of_6_bits(bytes, 8 * (at + i));
+      else
+        numbers[i] = values_of_8_bits(bytes, 8 * (at + i));
+      numbers[i] *= scales;
       // Where the minimum is not zero, the product is exact, so it does not matter whether the addition is fused with it.
       if constexpr (D::kHasMin) numbers[i] += minima;
     }
@@ -172,19 +181,27 @@ struct RoundedPacked {
     return _mm512_permutexvar_epi16(_mm512_load_si512(kNeighbours.data()), (__m512i)rounded);
   }
 
-  /// The bits `place` to place + 3 of each word. A processor shifts with other units than it permutes with, so half of
-  /// the values are looked up.
-  [[gnu::always_inline]] static Floats values_of_4_bits(const uint8_t* words, int place, bool look_up) {
-    const __m512i bits = _mm512_loadu_si512(words);
-    if (!look_up) return (Floats)_mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_slli_epi32(bits, 28 - place), 28));
+  /// The bits `place` to place + 3 of each word.
+  [[gnu::always_inline]] static Floats values_of_4_bits(const uint8_t* words, int place) {
     const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32(bits, place), values);  // reads the lowest 4 bits of an index
+    // The lowest 4 bits of each word are an index. With a mask and a conversion, it would be an instruction more.
+    return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), place), values);
   }
 
-  /// The byte at bit `place` of each word, which is stored as weight + 128.
-  [[gnu::always_inline]] static Floats values_of_8_bits(const uint8_t* words, int place) {
+  /// The byte at bit `place` of each word, which is stored as weight + kOffset.
+  [[gnu::always_inline]] static Floats values_of_6_bits(Bytes bytes, int place) {
+    // The byte becomes the lowest bits of a float whose lowest bit stands for 1. This is faster than the conversion of
+    // `values_of_8_bits`, but needs more registers. With 8 bits and 12 rows, it is slower.
+    constexpr float kBase = 1 << 23;
+    const __m512i base = _mm512_castps_si512(_mm512_set1_ps(kBase)), shifted = _mm512_srli_epi32((__m512i)bytes, place);
+    const __m512i bits = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(255), base, 0xEA);  // shifted & 255 | base
+    return (Floats)_mm512_sub_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(kBase + D::kOffset));
+  }
+
+  /// The same.
+  [[gnu::always_inline]] static Floats values_of_8_bits(Bytes bytes, int place) {
     static_assert(!kOddBytesAreSigned);
-    const __m512i bits = _mm512_xor_si512(_mm512_loadu_si512(words), _mm512_set1_epi8(-128));
+    const __m512i bits = (__m512i)(bytes - static_cast<uint8_t>(D::kOffset));
     return (Floats)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bits, 24 - place), 24));
   }
 };

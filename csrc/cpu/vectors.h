@@ -138,6 +138,17 @@ inline Vec load_wide(const at::BFloat16* from) {
   return to_vec(reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16));
 }
 
+#if defined(__AVX512F__) || defined(__F16C__)
+/// The same for float16. ATen's conversion also stores the vector.
+inline Vec load_wide(const at::Half* from) {
+#ifdef __AVX512F__
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+}
+#endif
+
 /// Loads the first min(count, kPanel) numbers as floats, and zeros after them.
 template <typename T>
 inline FloatPair load_pair(const T* from, int64_t count = kPanel) {
@@ -146,7 +157,7 @@ inline FloatPair load_pair(const T* from, int64_t count = kPanel) {
     return {
         Vec::loadu(from, std::min(count, kLanes)), Vec::loadu(from + kLanes, std::max<int64_t>(count - kLanes, 0))};
   } else {
-    if constexpr (std::is_same_v<T, at::BFloat16>)
+    if constexpr (requires { load_wide(from); })
       if (count >= kPanel) return {load_wide(from), load_wide(from + kLanes)};
     using Chunk = at::vec::Vectorized<T>;
     const Chunk loaded = count >= kPanel ? Chunk::loadu(from) : Chunk::loadu(from, count);

@@ -99,28 +99,47 @@ def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
 def _quantized_panels(weight: QuantizedWeight) -> torch.Tensor:
     """The panels of a weight [n, k]: uint8 [ceil(n / width), k / GROUP, bytes of a panel's group].
 
-    A panel is as wide as one of floats. Rows beyond n have scales of zero. csrc/cpu/quantized.h describes the
-    layout of a group.
+    A panel is as wide as one of floats. Rows beyond n have scales of zero. csrc/cpu/panel_groups.h describes the layout.
     """
-    lanes = cpu_extension.lanes()
-
-    def panels(x: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [panels, width, ...]"""
-        return padded(x, 0, 2 * lanes).unflatten(0, (-1, 2 * lanes))
-
     groups = weight.shape[1] // GROUP
 
-    def header_of(x: torch.Tensor) -> torch.Tensor:
-        """[n, groups * numbers] -> uint8 [panels, groups, bytes]: number 0 of all rows of a panel, then number 1"""
-        numbers = panels(x).unflatten(2, (groups, -1)).permute(0, 2, 3, 1).contiguous()
+    def by_column(x: torch.Tensor, count: int) -> torch.Tensor:
+        """[n, count * numbers] -> uint8 [panels, count, bytes]: number 0 of all rows of a panel, then number 1"""
+        numbers = _rows_of_panels(x).unflatten(2, (count, -1)).permute(0, 2, 3, 1).contiguous()
         return numbers.view(torch.uint8).flatten(2)
 
-    header = [header_of(x) for x in weight[1:] if x is not None]
-    values = weight.values if weight.bits == 4 else _bytes(weight.values)
-    words = panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD)).permute(0, 2, 3, 1, 4)
+    header = [by_column(x, groups) for x in (weight.scales, weight.minima) if x is not None]
+    panels = torch.cat((*header, _words(weight)), 2)
+    if weight.factors is None:
+        return panels
+    factors = by_column(weight.factors.flatten(1), weight.factors.shape[1])
+    return torch.cat((factors.flatten(1), panels.flatten(1)), 1).unflatten(1, (groups, -1))
+
+
+def _rows_of_panels(x: torch.Tensor) -> torch.Tensor:
+    """[n, ...] -> [panels, width, ...]"""
+    width = 2 * cpu_extension.lanes()
+    return padded(x, 0, width).unflatten(0, (-1, width))
+
+
+def _words(weight: QuantizedWeight) -> torch.Tensor:
+    """The words of the groups of a weight [n, k]: uint8 [panels, k / GROUP, bytes]."""
+    lanes = cpu_extension.lanes()
+
+    def in_words(values: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, k] -> [panels, groups, words, width, _PER_WORD]"""
+        words = _rows_of_panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD))
+        return words.permute(0, 2, 3, 1, 4)
+
+    if weight.bits == 8:
+        return in_words(_bytes(weight.values)).flatten(2)
+    words = in_words(weight.values if weight.bits == 4 else weight.values.view(torch.uint8) + 32)
+    left, right = words[..., :lanes, :], words[..., lanes:, :]
     if weight.bits == 4:
-        words = words[..., :lanes, :] | words[..., lanes:, :] << 4
-    return torch.cat((*header, words.flatten(2)), 2)
+        return (left | right << 4).flatten(2)
+    low = (left & 15 | right << 4).unflatten(2, (-1, 2))
+    high = (left >> 4 | right >> 4 << 2).unflatten(2, (-1, 2))
+    return torch.cat((low, high[..., :1, :, :] | high[..., 1:, :, :] << 4), 3).flatten(2)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

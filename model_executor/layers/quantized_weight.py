@@ -4,8 +4,9 @@ Each group of 32 weights along a row has a scale, and 4-bit groups also a minimu
 These are the forms "int8" and "int4". Their matrix product rounds activations to 8 bits, also in groups of 32
 (csrc/cpu/quantized.h). One scale per row would make the error several times larger (docs/log.md).
 
-Files may also have the forms "q4_k" and "q6_k", with scales and minima in float32, as in Q4_K and Q6_K. The form
-"mixed_k" holds all of ggml's types that ggml_types.py converts, so parts of a matrix may have different types.
+Files may also have other forms. "q4_k" and "q6_k" have weights of 4 and 6 bits, with scales of 8 bits and a factor for
+each super-block of 256 weights, as ggml's Q4_K and Q6_K. Two forms are for matrices whose parts have different types:
+"mixed_k" holds all K types of ggml, with 6 bits, and "mixed" holds all types that ggml_types.py converts, with 8 bits.
 """
 
 from __future__ import annotations
@@ -17,23 +18,30 @@ import torch
 
 GROUP = 32
 """Weights along a row that share a scale."""
+SUPER_BLOCK = 256
+"""Weights along a row that share the factors of their scales, in the K forms."""
 _CHUNK_ROWS = 4096
 """Rows that are rounded at once. The intermediate tensors take several times the memory of these rows."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix [n, k] whose groups are values * scale + minimum. k is a multiple of GROUP."""
+    """A matrix [n, k] whose groups are values * scale + minimum. k is a multiple of GROUP, in the K forms of SUPER_BLOCK."""
 
     values: torch.Tensor
-    """[n, k]; 8 bits: int8, above -128; 4 bits: uint8, below 16"""
+    """[n, k]; 8 bits: int8, above -128; 6 bits: int8, in [-32, 32); 4 bits: uint8, below 16"""
     scales: torch.Tensor
-    """float16 [n, k / GROUP]; q4_k: float32; q6_k and mixed_k: float32 [n, 2 * k / GROUP], for half groups"""
+    """[n, k / GROUP], or for half groups [n, 2 * k / GROUP]; int4 and int8: float16; mixed: float32, for half groups;
+    K forms: int8, except for q4_k for half groups"""
     minima: torch.Tensor | None
     """as the scales; None: the form has none"""
+    factors: torch.Tensor | None = None
+    """K forms: float16 [n, k / SUPER_BLOCK, 1 or 2], for the scales and for the minima; None in the others"""
 
     @property
     def bits(self) -> int:
-        return 4 if self.values.dtype == torch.uint8 else 8
+        if self.values.dtype == torch.uint8:
+            return 4
+        return 8 if self.factors is None else 6
 
     @property
     def shape(self) -> torch.Size:
@@ -41,25 +49,31 @@ class QuantizedWeight(NamedTuple):
 
     def dequantize(self) -> torch.Tensor:
         """The matrix as float32 [n, k]."""
-        groups = self.values.unflatten(1, (self.scales.shape[1], -1)) * self.scales.float()[..., None]
-        if self.minima is not None:
-            groups += self.minima.float()[..., None]
+        scales, minima = self.float_scales()
+        groups = self.values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
+        if minima is not None:
+            groups += minima[..., None]
         return groups.flatten(1)
+
+    def float_scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and minima as float32."""
+        if self.factors is None:
+            return self.scales.float(), None if self.minima is None else self.minima.float()
+        factors = self.factors.float().repeat_interleave(self.scales.shape[1] // self.factors.shape[1], 1)
+        return self.scales * factors[..., 0], None if self.minima is None else self.minima * factors[..., 1]
 
     def with_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         """Apply `change` to the rows of all tensors. It may move, add or remove rows."""
-        minima = None if self.minima is None else change(self.minima)
-        return QuantizedWeight(change(self.values), change(self.scales), minima)
+        return QuantizedWeight(*(None if x is None else change(x) for x in self))
 
     def with_columns(self, columns: slice) -> QuantizedWeight:
-        """Take these columns, which are whole groups."""
+        """Take these columns, which are whole groups, in the K forms whole super-blocks."""
 
         def part(x: torch.Tensor) -> torch.Tensor:
             width = self.values.shape[1] // x.shape[1]
             return x[:, columns.start // width : columns.stop // width]
 
-        minima = None if self.minima is None else part(self.minima)
-        return QuantizedWeight(part(self.values), part(self.scales), minima)
+        return QuantizedWeight(*(None if x is None else part(x) for x in self))
 
 
 def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:
@@ -73,8 +87,7 @@ def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:
 
 def stacked(weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
     """Concatenate the rows of several weights of the same form."""
-    values, scales, minima = zip(*weights, strict=True)
-    return QuantizedWeight(torch.cat(values), torch.cat(scales), None if minima[0] is None else torch.cat(minima))
+    return QuantizedWeight(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*weights, strict=True)))
 
 
 def _quantize(groups: torch.Tensor, form: str) -> QuantizedWeight:

@@ -13,8 +13,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
-from ..layers.quantized_weight import QuantizedWeight
+from ..layers.quantized_weight import GROUP, QuantizedWeight
 
 Kind = gguf.GGMLQuantizationType
 
@@ -39,7 +40,8 @@ def has_form(kind: int, form: str) -> bool:
     """Whether weights of the GGML type `kind` can be converted to `form` with exactly the same values."""
     if kind not in _TYPES:
         return False
-    return form in (_TYPES[Kind(kind)].form, "mixed_k") or (kind, form) in _OTHER_FORMS
+    forms = {_TYPES[kind].form, "mixed", *(["mixed_k"] if kind in _K_TYPES else [])}
+    return form in forms or (kind, form) in _OTHER_FORMS
 
 
 def quantized(blocks: Blocks, form: str) -> QuantizedWeight:
@@ -47,7 +49,7 @@ def quantized(blocks: Blocks, form: str) -> QuantizedWeight:
     kind, raw = blocks
     convert = _OTHER_FORMS.get((kind, form), _TYPES[kind].convert)
     weight = convert(torch.from_numpy(raw.copy()))  # a copy, because the file's mapping is read-only
-    return _mixed_k(weight) if form == "mixed_k" else weight
+    return {"mixed_k": _mixed_k, "mixed": _mixed}[form](weight) if form.startswith("mixed") else weight
 
 
 def dequantized(blocks: Blocks, device: torch.device) -> torch.Tensor:
@@ -138,18 +140,15 @@ def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
     """A block: a float16, the upper 2 bits of 8 scales, their lower 4 bits, then 8 times the values of `_iq4_nl`."""
     scales = _bits(blocks[..., 4:8], 4).mT.flatten(-2) | _bits(blocks[..., 2:4], 2).mT.flatten(-2) << 4
     values = _iq4_values(blocks[..., 8:].unflatten(-1, (8, 16)))
-    return _q6_k_form(values, (scales.view(torch.int8) - 32).repeat_interleave(2, -1), _half(blocks, 0))
+    float_scales = (scales.view(torch.int8) - 32) * _half(blocks, 0).float()[..., None]
+    return QuantizedWeight(values.flatten(1), float_scales.flatten(1), None)
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:
     """A block: 16 bytes with a scale and a minimum, 64 with four values, and a float16 for scales and minima each."""
     scales, minima = _bits(blocks[..., :16], 4).unbind(-2)
     values = _bits(blocks[..., 16:80].unflatten(-1, (2, 32)), 2)
-    return QuantizedWeight(
-        values.flatten(1).view(torch.int8),
-        (scales * _half(blocks, 40).float()[..., None]).flatten(1),
-        (minima * -_half(blocks, 41).float()[..., None]).flatten(1),
-    )
+    return _k_weight(values.view(torch.int8), scales, minima, _half(blocks, 40), -_half(blocks, 41))
 
 
 def _q3_k(blocks: torch.Tensor) -> QuantizedWeight:
@@ -158,59 +157,72 @@ def _q3_k(blocks: torch.Tensor) -> QuantizedWeight:
     """
     values = _bits(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3, -2) | _bits(blocks[..., :32], 1) << 2
     scales = _nibbles(blocks[..., 96:104]) | _bits(blocks[..., 104:108], 2).flatten(-2) << 4
-    return _q6_k_form(values.view(torch.int8) - 4, scales.view(torch.int8) - 32, _half(blocks, 54))
-
-
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales and minima of a row. A block begins with two float16, then has 6 bits of 8 scales and 8 minima."""
-    low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1) * _half(blocks, 0).float()[..., None]
-    minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1) * -_half(blocks, 1).float()[..., None]
-    return scales.flatten(1), minima.flatten(1)
+    return _k_weight(values.view(torch.int8) - 4, scales.view(torch.int8) - 32, None, _half(blocks, 54))
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """A block: as `_k_scales`, then 4 times 32 bytes with two values each."""
-    return QuantizedWeight(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(1), *_k_scales(blocks))
+    """A block: as `_with_scales`, then 4 times 32 bytes with two values each."""
+    return _with_scales(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))), blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """A block: as `_k_scales`, then 32 bytes with the highest bits of 8 values each, then as in `_q4_k`."""
+    """A block: as `_with_scales`, then 32 bytes with the highest bits of 8 values each, then as in `_q4_k`."""
     low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-    values = low | _bits(blocks[..., 16:48], 1) << 4
-    return QuantizedWeight(values.view(torch.int8).flatten(1), *_k_scales(blocks))
+    return _with_scales((low | _bits(blocks[..., 16:48], 1) << 4).view(torch.int8), blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     """A block: the lower 4 bits of 256 values, their upper 2 bits, 16 scales of 8 bits, a float16."""
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
     values = low | _bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 2) << 4
-    scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return _q6_k_form(values.view(torch.int8) - 32, scales, _half(blocks, 104))
+    return _k_weight(values.view(torch.int8) - 32, blocks[..., 192:208], None, _half(blocks, 104))
 
 
-def _q6_k_form(values: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> QuantizedWeight:
-    """Values of rows, the scale of every 16 of them, [rows, blocks, 16], and a factor for the scales of a block."""
-    return QuantizedWeight(values.flatten(1), (scales * factors.float()[..., None]).flatten(1), None)
+def _with_scales(values: torch.Tensor, blocks: torch.Tensor) -> QuantizedWeight:
+    """Values of blocks that begin with two float16, and then have 6 bits of 8 scales and 8 minima."""
+    low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
+    minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1)
+    return _k_weight(values, scales, minima, _half(blocks, 0), -_half(blocks, 1))
+
+
+def _k_weight(
+    values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, *factors: torch.Tensor
+) -> QuantizedWeight:
+    """A weight of a K type. All arguments begin with the dimensions [rows, blocks of a row]."""
+    integers = (x if x is None else x.contiguous().view(torch.int8).flatten(1) for x in (scales, minima))
+    return QuantizedWeight(values.flatten(1), *integers, torch.stack(factors, -1))
+
+
+def _half_groups(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """The scales or minima of a weight, for half groups."""
+    return x.repeat_interleave(weight.shape[1] // (GROUP // 2) // x.shape[1], 1)
 
 
 def _mixed_k(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same numbers in the form "mixed_k"."""
+    """The numbers of a K type in the form "mixed_k"."""
+    assert weight.factors is not None
+    scales = _half_groups(weight.scales, weight)
+    if weight.minima is None:
+        minima, factors = torch.zeros_like(scales), F.pad(weight.factors, (0, 1))
+    else:
+        minima, factors = _half_groups(weight.minima, weight), weight.factors
+    return QuantizedWeight(weight.values.view(torch.int8), scales, minima, factors)
 
-    def for_half_groups(x: torch.Tensor) -> torch.Tensor:
-        return x.float().repeat_interleave(weight.shape[1] // 16 // x.shape[1], 1)
 
-    values, scales, minima = weight
-    scales = for_half_groups(scales)
+def _mixed(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in the form "mixed"."""
+    scales, minima = (x if x is None else _half_groups(x, weight) for x in weight.float_scales())
+    assert scales is not None
     return QuantizedWeight(
-        values.view(torch.int8), scales, torch.zeros_like(scales) if minima is None else for_half_groups(minima)
+        weight.values.view(torch.int8), scales, torch.zeros_like(scales) if minima is None else minima
     )
 
 
 class _Type(NamedTuple):
     convert: _Conversion
     form: str
-    """of quantization.py, which has the values of the type"""
+    """The form of quantization.py with the fewest bits that has the values of the type."""
 
 
 _TYPES: dict[int, _Type] = {
@@ -218,14 +230,16 @@ _TYPES: dict[int, _Type] = {
     Kind.Q4_0: _Type(_q4_0, "int8"),
     Kind.Q4_1: _Type(_q4_1, "int4"),
     Kind.Q5_0: _Type(_q5_0, "int8"),
-    Kind.Q5_1: _Type(_q5_1, "mixed_k"),
+    Kind.Q5_1: _Type(_q5_1, "mixed"),
     Kind.IQ4_NL: _Type(_iq4_nl, "int8"),
-    Kind.IQ4_XS: _Type(_iq4_xs, "q6_k"),
+    Kind.IQ4_XS: _Type(_iq4_xs, "mixed"),
     Kind.Q2_K: _Type(_q2_k, "mixed_k"),
     Kind.Q3_K: _Type(_q3_k, "q6_k"),
     Kind.Q4_K: _Type(_q4_k, "q4_k"),
     Kind.Q5_K: _Type(_q5_k, "mixed_k"),
     Kind.Q6_K: _Type(_q6_k, "q6_k"),
 }
-"""The form "mixed_k" has the values of all these types. A conversion may return fewer scales than this form has."""
+"""The form "mixed" has the values of all these types. A conversion may return fewer scales than the mixed forms."""
+_K_TYPES = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+"""The types whose values "mixed_k" has."""
 _OTHER_FORMS: dict[tuple[int, str], _Conversion] = {(Kind.Q4_0, "int4"): _q4_0_of_4_bits}

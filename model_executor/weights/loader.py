@@ -106,12 +106,13 @@ def stored_forms(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
         _refuse("missing", {part.name for part in parts} - checkpoint.names)
         may_be_compact = dtype == torch.bfloat16 and is_multiplied(parameter, config)
         max_bits = COMPACT_BITS if may_be_compact else 8 * dtype.itemsize
-        for form in ("int4", "int8", "q4_k", "q6_k", "mixed_k"):
-            if STORED_BITS_PER_WEIGHT[form] >= max_bits:
-                continue
-            if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):
-                forms[name] = form
-                break
+        found = [
+            form
+            for form, bits in STORED_BITS_PER_WEIGHT.items()
+            if bits < max_bits and shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts)
+        ]
+        if found:
+            forms[name] = min(found, key=STORED_BITS_PER_WEIGHT.__getitem__)
     return forms
 
 

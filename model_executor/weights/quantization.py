@@ -10,16 +10,17 @@ import torch
 from ...srt.model_files.fp8_config import Fp8Config
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
-from ..layers.quantized_weight import GROUP
+from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
 from ..models.parameters import WHOLE, Parameter, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """The forms that a CPU rounds weights to, and their bits per weight, with the scale and minimum of a group."""
 STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {
-    "q4_k": 4 + 2 * 32 / GROUP,
-    "q6_k": 8 + 2 * 32 / GROUP,
-    "mixed_k": 8 + 4 * 32 / GROUP,
+    "q4_k": 4 + 2 * 8 / GROUP + 2 * 16 / SUPER_BLOCK,
+    "q6_k": 6 + 2 * 8 / GROUP + 16 / SUPER_BLOCK,
+    "mixed_k": 6 + 4 * 8 / GROUP + 2 * 16 / SUPER_BLOCK,
+    "mixed": 8 + 4 * 32 / GROUP,
 }
 """The same for these forms and those that only a GGUF file gives."""
 FP8 = "fp8"

@@ -10,14 +10,14 @@ import torch
 from gguf_models import Kind, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_weights import FORMS, drawn_weight
+from quantized_weights import FORMS, drawn_weight, group_of
 from runner_driver import short_logits
 from runners import make_runner, make_settings
 from tiny_models import checkpoint, make_model, make_wide_model
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.cpu_calibration import ChosenTuning, default_tuning
-from tercet.model_executor.layers.quantized_weight import GROUP, quantize
+from tercet.model_executor.layers.quantized_weight import quantize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.settings import WeightTypes, resolve_linears, resolve_weights, uses_compact
 from tercet.srt.model_files.default_model import find_default_model
@@ -53,7 +53,7 @@ def test_a_quantized_weight_gives_the_bits_of_the_one_in_bfloat16(
     from tercet.model_executor.layers.cpu_layers import CpuGatedLinear, CpuLinear  # needs the operations
 
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, GROUP * groups, generator=generator).to(BFLOAT16)
+    x = torch.randn(rows, group_of(form) * groups, generator=generator).to(BFLOAT16)
     weight = drawn_weight(form, 2 * n, groups, seed)
     plain = weight.dequantize().to(BFLOAT16)
     bias = torch.randn(2 * n, generator=generator) if biased else None
@@ -109,7 +109,7 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_bfloat16
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) -> None:
     kinds = {"model.embed_tokens.weight" if tied else "lm_head.weight": Kind.Q6_K}
-    kinds |= {"model.layers.0.self_attn.v_proj.weight": Kind.Q6_K, "model.layers.0.mlp.down_proj.weight": Kind.Q5_K}
+    kinds |= {"model.layers.0.self_attn.v_proj.weight": Kind.Q6_K, "model.layers.0.mlp.down_proj.weight": Kind.IQ4_XS}
     if not tied:
         kinds["model.embed_tokens.weight"] = Kind.Q5_K
     model = make_wide_model(tied=tied)
@@ -118,14 +118,17 @@ def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) ->
     assert kept.weight_forms["embed_tokens.weight" if tied else "lm_head.weight"] == "q6_k"
     assert kept.weight_forms["layers.1.gate_up_proj.weight"] == "q4_k"
     assert tied or kept.weight_forms["embed_tokens.weight"] == "mixed_k"
-    # These would take as many bits as compact weights.
-    assert kept.weight_forms.keys().isdisjoint({"layers.0.qkv_proj.weight", "layers.0.down_proj.weight"})
+    assert kept.weight_forms["layers.0.qkv_proj.weight"] == "mixed_k"
+    assert "layers.0.down_proj.weight" not in kept.weight_forms  # it would take as many bits as a compact weight
     narrow, plain = (load_runner(each, config) for each in (kept, dataclasses.replace(kept, weight_forms={})))
     assert torch.equal(short_logits(narrow), short_logits(plain))
 
 
-@pytest.mark.parametrize(("kind", "form"), [(Kind.Q3_K, "q6_k"), (Kind.IQ4_XS, "q6_k"), (Kind.IQ4_NL, "int8")])
-def test_files_of_other_types_are_kept_with_8_bits(tmp_path: Path, kind: Kind, form: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(Kind.Q5_K, "mixed_k"), (Kind.Q2_K, "mixed_k"), (Kind.Q3_K, "q6_k"), (Kind.IQ4_NL, "int8")],
+)
+def test_files_of_other_types_are_kept_as_they_are(tmp_path: Path, kind: Kind, form: str) -> None:
     model = make_wide_model(tied=False)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind))
     kept = make_settings(config, dtype="bfloat16", cpu_kernels="fixed", max_total_tokens=256, max_running_requests=3)

@@ -10,14 +10,14 @@ import torch
 from gguf_models import Kind, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_weights import FORMS, drawn_weight
+from quantized_weights import FORMS, drawn_weight, group_of
 from runner_driver import short_logits
 from runners import make_settings
 from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint, make_model, make_wide_model
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.layers.quantized_weight import GROUP, quantize
+from tercet.model_executor.layers.quantized_weight import quantize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.cache_folder import CacheFolder
@@ -77,7 +77,7 @@ def test_a_quantized_weight_gives_the_bits_of_the_dequantized_one(
     from tercet.model_executor.layers.cpu_layers import CpuGatedLinear, CpuLinear  # needs the operations
 
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, GROUP * groups, generator=generator)
+    x = torch.randn(rows, group_of(form) * groups, generator=generator)
     weight = drawn_weight(form, 2 * n, groups, seed)
     bias = torch.randn(2 * n, generator=generator) if biased else None
     for make in (CpuLinear, CpuGatedLinear):
@@ -114,9 +114,15 @@ def test_a_file_of_q4_k_and_q6_k_is_kept_as_it_is(tmp_path: Path, tied: bool) ->
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [(Kind.Q5_K, "mixed_k"), (Kind.Q2_K, "mixed_k"), (Kind.Q3_K, "q6_k"), (Kind.IQ4_XS, "q6_k"), (Kind.IQ4_NL, "int8")],
+    [
+        (Kind.Q5_K, "mixed_k"),
+        (Kind.Q2_K, "mixed_k"),
+        (Kind.Q3_K, "q6_k"),
+        (Kind.IQ4_XS, "mixed"),
+        (Kind.IQ4_NL, "int8"),
+    ],
 )
-def test_files_of_other_types_are_kept_with_8_bits(tmp_path: Path, kind: Kind, form: str) -> None:
+def test_files_of_other_types_are_kept_as_they_are(tmp_path: Path, kind: Kind, form: str) -> None:
     model = make_wide_model(tied=False)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind))
     narrow, wide = runner_of(config), runner_of(config, wide=True)
@@ -132,8 +138,12 @@ def test_parts_of_any_types_are_kept_together(tmp_path: Path) -> None:
     model = make_wide_model(tied=False)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=Kind.Q3_K, kinds=kinds))
     narrow, wide = runner_of(config), runner_of(config, wide=True)
-    mixed = {name for name, form in narrow.settings.weight_forms.items() if form == "mixed_k"}
-    assert mixed == {"layers.0.qkv_proj.weight", "layers.1.qkv_proj.weight", "layers.1.gate_up_proj.weight"}
+    mixed = {name: form for name, form in narrow.settings.weight_forms.items() if form != "q6_k"}
+    assert mixed == {
+        "layers.0.qkv_proj.weight": "mixed_k",
+        "layers.1.qkv_proj.weight": "mixed",
+        "layers.1.gate_up_proj.weight": "mixed",
+    }
     assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
@@ -145,7 +155,7 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_float32(
     config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model(name), "llama", kind=kind))
     narrow, wide = runner_of(config), runner_of(config, wide=True)
     forms = narrow.settings.weight_forms
-    expected = {Kind.Q5_0: "int8", Kind.Q5_1: "mixed_k", Kind.Q8_0: "int8"}.get(kind, "int4")
+    expected = {Kind.Q5_0: "int8", Kind.Q5_1: "mixed", Kind.Q8_0: "int8"}.get(kind, "int4")
     assert set(forms.values()) == {expected} and len(forms) == 4 * config.num_layers + 2 - config.tie_word_embeddings
     assert narrow.num_bytes.weights < 0.41 * wide.num_bytes.weights
     assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8

@@ -10,15 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.model_executor.layers.quantized_weight import GROUP
+from tercet.model_executor.layers.quantized_weight import GROUP, SUPER_BLOCK
 from tercet.model_executor.weights import ggml_types
 from tercet.model_executor.weights.ggml_types import Blocks, Kind
 
 CPU = torch.device("cpu")
-TYPES = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.IQ4_NL, Kind.IQ4_XS]
-TYPES += [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
-SCALES_OF_A_GROUP = {"int4": 1, "int8": 1, "q4_k": 1, "q6_k": 2, "mixed_k": 2}
-FORMS = [(kind, form) for kind in TYPES for form in SCALES_OF_A_GROUP if ggml_types.has_form(kind, form)]
+K_TYPES = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+TYPES = [*K_TYPES, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.IQ4_NL, Kind.IQ4_XS]
+BITS = {"int4": 4, "int8": 8, "q4_k": 4, "q6_k": 6, "mixed_k": 6, "mixed": 8}
+HALF_GROUPS = ("q6_k", "mixed_k", "mixed")
+MINIMA = ("int4", "q4_k", "mixed_k", "mixed")
+FORMS = [(kind, form) for kind in TYPES for form in BITS if ggml_types.has_form(kind, form)]
 
 
 def random_blocks(kind: Kind, rows: int, row_blocks: int, seed: int = 0) -> Blocks:
@@ -55,19 +57,28 @@ def test_forms_have_the_values_of_a_type(kind: Kind, form: str) -> None:
         blocks.raw[..., 1] &= 0xBF
     weight = ggml_types.quantized(blocks, form)
     n, k = weight.shape
-    assert weight.bits == (4 if form in ("int4", "q4_k") else 8) and weight.values.is_contiguous()
-    assert weight.scales.shape == (n, k // GROUP * SCALES_OF_A_GROUP[form])
-    assert weight.scales.dtype == (torch.float16 if form in ("int4", "int8") else torch.float32)
-    assert (weight.minima is not None) == (form in ("int4", "q4_k", "mixed_k"))
+    assert weight.bits == BITS[form] and weight.values.is_contiguous()
+    assert weight.scales.shape == (n, k // GROUP * (2 if form in HALF_GROUPS else 1))
+    assert weight.scales.dtype == {"int4": torch.float16, "int8": torch.float16, "mixed": torch.float32}.get(
+        form, torch.int8
+    )
+    assert (weight.minima is not None) == (form in MINIMA)
     if weight.minima is not None:
         assert weight.minima.shape == weight.scales.shape and weight.minima.dtype == weight.scales.dtype
+    if form.endswith("_k"):
+        assert weight.factors is not None and weight.factors.dtype == torch.float16
+        assert weight.factors.shape == (n, k // SUPER_BLOCK, 2 if form in MINIMA else 1)
+        assert form == "q4_k" or (weight.values.amin() >= -32 and weight.values.amax() < 32)
+    else:
+        assert weight.factors is None
     np.testing.assert_array_equal(weight.dequantize().numpy(), expected_values(blocks))
 
 
 def test_all_these_types_share_a_form_and_no_others_have_one() -> None:
-    assert {kind for kind in Kind if ggml_types.has_form(kind, "mixed_k")} == set(TYPES)
-    assert not any(ggml_types.has_form(kind, form) for kind in {*Kind, 999} - set(TYPES) for form in SCALES_OF_A_GROUP)
-    assert len(FORMS) == 12 + 10  # one more for each type that is not "mixed_k" itself, and one for Q4_0
+    assert {kind for kind in Kind if ggml_types.has_form(kind, "mixed")} == set(TYPES)
+    assert {kind for kind in Kind if ggml_types.has_form(kind, "mixed_k")} == set(K_TYPES)
+    assert not any(ggml_types.has_form(kind, form) for kind in {*Kind, 999} - set(TYPES) for form in BITS)
+    assert len(FORMS) == len(TYPES) + len(K_TYPES) + 9  # Q4_0 has two more, and four types have only the mixed forms
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.IQ4_NL])
