@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tercet.model_executor.attention.base import AttentionBackend
+from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.models.parameters import decoder_parameters
 from tercet.model_executor.runner import load, settings
 from tercet.model_executor.runner.warmup import all_allowed
@@ -88,7 +89,7 @@ class MetaAccelerator(FakeAccelerator):
     """A fake accelerator for meta tensors. Copies to the host give zeros, and a replay runs nothing."""
 
     def __init__(self) -> None:
-        super().__init__(lag=20)
+        super().__init__(lag=20, memory=Memory(total=1 << 37, available=1 << 36))
         self.all_pinned: list[torch.Tensor] = []
 
     def pinned(self, num_bytes):

@@ -60,7 +60,7 @@ class HostKV:
     def __init__(
         self, kv_pool: MHATokenToKVPool, settings: HostKVSettings, uploads: Uploads, accelerator: Accelerator | None
     ) -> None:
-        """Raises ValueError for a size that makes no sense."""
+        """Raises ValueError for a size that makes no sense, and if the system refuses the memory."""
         pages_per_block = -(-_BLOCK_LEN // kv_pool.page_size)
         self.block_len = pages_per_block * kv_pool.page_size
         block_bytes = pages_per_block * kv_pool.page_bytes
@@ -80,7 +80,10 @@ class HostKV:
         self._uploads = uploads
         self._accelerator = accelerator
         num_bytes = self.num_blocks * block_bytes
-        flat = torch.from_numpy(zeroed(num_bytes)) if accelerator is None else accelerator.pinned_exactly(num_bytes)
+        try:
+            flat = torch.from_numpy(zeroed(num_bytes)) if accelerator is None else accelerator.pinned_exactly(num_bytes)
+        except MemoryError as error:
+            raise ValueError(f"{size} is too much for this system: {error}") from error
         self._pages = flat.view(self.num_blocks * pages_per_block, kv_pool.page_bytes)
         self._batch = _pages_of_batch(kv_pool.page_bytes)
         self._fetched: deque[tuple[torch.Tensor, Event]] = deque()

@@ -64,12 +64,23 @@ def num_kv_tokens(
     return num_tokens
 
 
-def check_host_kv(num_bytes: int, available: int) -> None:
-    """Raises ValueError if --hicache-size takes all memory that is available beside the weights."""
+def check_host_kv(num_bytes: int, available: int, *, on_cpu: bool) -> None:
+    """Raises ValueError if --hicache-size takes all host memory that is available, on a CPU beside the weights."""
     if num_bytes and num_bytes >= available:
+        where, others = ("beside the weights ", ", also for the KV pool") if on_cpu else ("", "")
         raise ValueError(
-            f"--hicache-size {num_bytes / 2**30:g} needs {_gib(num_bytes)} of host memory, but beside the weights only "
-            f"{_gib(available)} are available, also for the KV pool; lower --hicache-size"
+            f"--hicache-size {num_bytes / 2**30:g} needs {_gib(num_bytes)} of host memory, but {where}only "
+            f"{_gib(available)} are available{others}; lower --hicache-size"
+        )
+
+
+def check_weights(num_bytes: int, memory: Memory) -> None:
+    """Raises ValueError if weights of `num_bytes` take all memory that is available on a GPU."""
+    if num_bytes >= memory.available:
+        raise ValueError(
+            f"the weights need {_gib(num_bytes)}, but only {_gib(memory.available)} of the GPU's "
+            f"{_gib(memory.total)} are available; end other programs on the GPU, or use a smaller model or "
+            "--quantization fp8"
         )
 
 

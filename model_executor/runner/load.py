@@ -5,6 +5,8 @@ The scheduler process, the benchmarks and the tests all build their runners here
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -32,7 +34,7 @@ from ..weights.loader import load_parameters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .host_kv import HostKV, device_bytes
-from .kv_budget import check_host_kv, num_kv_tokens
+from .kv_budget import check_host_kv, check_weights, num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
@@ -54,6 +56,16 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     Raises ValueError if the checkpoint does not match its config, if the memory does not suffice, if the host's KV
     memory has a size that makes no sense, or if Triton has no GPU.
     """
+    with _needs_device_memory():
+        runner = _build_runner(settings, config)
+    trim_heap()
+    keep_freed_memory()
+    if runner.model.compiled:
+        cpu_extension.take_threads()
+    return runner
+
+
+def _build_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     builder = _RunnerBuilder(settings, config)
     if settings.attention_backend == "triton" and builder.accelerator is None and not env.triton_interpreted():
         raise ValueError("--attention-backend triton needs a GPU, but the device is cpu, which has cpu and torch")
@@ -61,11 +73,19 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     if settings.host_kv is not None:
         runner.host_kv = HostKV(runner.kv_pool, settings.host_kv, builder.uploads, builder.accelerator)
     runner.weights = builder.weight_updater(runner)
-    trim_heap()
-    keep_freed_memory()
-    if runner.model.compiled:
-        cpu_extension.take_threads()
     return runner
+
+
+@contextmanager
+def _needs_device_memory() -> Iterator[None]:
+    """Raises ValueError that says what to change if the memory of a GPU does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            "the GPU has not enough memory for the weights and the largest steps; lower --max-prefill-tokens, "
+            f"--max-running-requests or --context-length, or end other programs on the GPU ({error})"
+        ) from error
 
 
 def _table(settings: RunnerSettings) -> SlotTable:
@@ -90,6 +110,11 @@ class _RunnerBuilder:
         self.accelerator = make_accelerator(settings.device)
         if settings.cpu_kernels is not None:
             settings.cpu_kernels.tuning.apply()  # before layers are recorded
+        self.weight_bytes = weight_bytes(settings, config)
+        if self.accelerator is not None:
+            # First, because loading takes minutes, and because a system without memory kills a process.
+            check_weights(self.weight_bytes, self.accelerator.memory())
+            check_host_kv(self._host_kv_bytes, host_memory().available, on_cpu=False)
         self.parameters: Parameters = load_parameters(
             config,
             settings.dtype,
@@ -111,18 +136,21 @@ class _RunnerBuilder:
         )
         # Shared by the runner that is measured and the runner that serves, so that the measurement includes it.
         self.table = _table(settings)
-        self.weight_bytes = weight_bytes(settings, config)
         self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, settings.kv_dtype
         )
+
+    @property
+    def _host_kv_bytes(self) -> int:
+        """The size of the host's KV memory."""
+        return 0 if self.settings.host_kv is None else self.settings.host_kv.num_bytes
 
     def build_on_cpu(self) -> ModelRunner:
         # The layers read the weights later, and the host's KV memory is made later: both are still free.
         host = host_memory()
         left = max(host.available - self.weight_bytes, 0)
-        host_kv_bytes = 0 if self.settings.host_kv is None else self.settings.host_kv.num_bytes
-        check_host_kv(host_kv_bytes, left)
-        memory = Memory(host.total, left - host_kv_bytes)
+        check_host_kv(self._host_kv_bytes, left, on_cpu=True)
+        memory = Memory(host.total, left - self._host_kv_bytes)
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
         self.parameters = {}  # the layers hold what they need, so that an update of the weights frees it
         if runner.model.compiled and self.settings.record_steps:

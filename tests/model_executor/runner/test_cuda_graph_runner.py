@@ -54,7 +54,9 @@ def test_the_memory_for_the_pool_is_what_is_left_beside_a_model(make_runner, mon
     monkeypatch.setattr(load._RunnerBuilder, "_build", noted_build)
     accelerator.memory = lambda: note("memory") or free
     make_runner(accelerator, cuda_graph_max_bs=1)
-    assert seen[:4] == [("build", []), ("memory", [True]), ("memory", [True]), ("build", [False])]
+    before_loading, *others = seen
+    assert before_loading == ("memory", [])
+    assert others[:4] == [("build", []), ("memory", [True]), ("memory", [True]), ("build", [False])]
 
 
 def test_batch_sizes():

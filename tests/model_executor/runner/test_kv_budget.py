@@ -69,10 +69,11 @@ def test_no_room():
 
 
 def test_host_memory_for_kv_that_does_not_fit():
-    check_host_kv(3 * GIB, 4 * GIB)
-    check_host_kv(0, 0)
-    with pytest.raises(ValueError, match=r"--hicache-size 4 needs 4\.00 GiB .* only 4\.00 GiB .* lower --hicache-size"):
-        check_host_kv(4 * GIB, 4 * GIB)
+    for on_cpu, where in ((True, "beside the weights only"), (False, "but only")):
+        check_host_kv(3 * GIB, 4 * GIB, on_cpu=on_cpu)
+        check_host_kv(0, 0, on_cpu=on_cpu)
+        with pytest.raises(ValueError, match=rf"size 4 needs 4\.00 GiB .* {where} 4\.00 GiB .* lower --hicache-size"):
+            check_host_kv(4 * GIB, 4 * GIB, on_cpu=on_cpu)
 
 
 @pytest.fixture

@@ -1,0 +1,59 @@
+"""A GPU server that lacks memory says so in one message, and before it loads the weights if it can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_accelerator import FakeAccelerator, use_fake
+from toy_runner import make_toy_runner
+
+from tercet.model_executor.device.memory import Memory
+from tercet.model_executor.runner import load
+
+TIERS = {"enable_hierarchical_cache": True, "hicache_size": 0.01}
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(load, "load_parameters", refuse)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_weights_that_do_not_fit_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake(monkeypatch, FakeAccelerator(memory=Memory(total=1 << 30, available=1 << 10)))
+    with pytest.raises(ValueError, match=r"the weights need .* but only 0\.00 GiB of the GPU's 1\.00 GiB are"):
+        make_toy_runner()
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_host_tier_that_does_not_fit_into_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory is taken at once. The system would end a process for it."""
+    use_fake(monkeypatch, FakeAccelerator())
+    monkeypatch.setattr(load, "host_memory", lambda: Memory(total=1 << 30, available=10 << 20))
+    with pytest.raises(ValueError, match=r"--hicache-size 0\.01 needs 0\.01 GiB of host memory, but only 0\.01 GiB"):
+        make_toy_runner(max_total_tokens=64, **TIERS)
+
+
+def test_steps_that_do_not_fit_name_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    accelerator = FakeAccelerator()
+    monkeypatch.setattr(accelerator, "peak_bytes", full)
+    use_fake(monkeypatch, accelerator)
+    with pytest.raises(ValueError, match=r"not enough memory .* --max-prefill-tokens.*Tried to allocate 2\.00 GiB"):
+        make_toy_runner()
+
+
+def test_memory_that_cannot_be_page_locked_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(num_bytes: int) -> torch.Tensor:
+        raise MemoryError(f"CUDA error 2: {num_bytes >> 20} MiB of host memory cannot be page-locked")
+
+    accelerator = FakeAccelerator()
+    monkeypatch.setattr(accelerator, "pinned_exactly", refused)
+    use_fake(monkeypatch, accelerator)
+    with pytest.raises(ValueError, match=r"--hicache-size 0\.01 is too much .* 10 MiB of host memory cannot be"):
+        make_toy_runner(max_total_tokens=64, **TIERS)
