@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from tercet.srt.entrypoints import child
@@ -86,11 +87,13 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
         os._exit(7)
     if behaviour == "slow start":
         time.sleep(60)
+    if server_args.device == "cuda" and behaviour != "gpu":
+        raise ValueError("--device cuda needs a GPU")
     context = zmq.Context()
     receiver: Receiver = Receiver(context, run_dir.scheduler, ToScheduler)
     detokenizer: Sender = Sender(context, run_dir.detokenizer)
     tokenizer: Sender = Sender(context, run_dir.tokenizer)
-    on_ready(FACTS)
+    on_ready(msgspec.structs.replace(FACTS, device="cuda") if behaviour == "gpu" else FACTS)
     running: dict[str, Running] = {}
     is_paused = False
     while not should_stop() or behaviour == "deaf":

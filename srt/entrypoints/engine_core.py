@@ -6,6 +6,7 @@ The HTTP server runs an EngineCore in its own event loop, and `tercet.Engine` in
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import signal
@@ -104,6 +105,9 @@ class EngineCore:
             life = await EngineLife.start(server_args, run_dir, context, child_module, meanwhile=tokenizer_loads)
             start_s = time.monotonic() - began
             logger.info("The random seed is %d", server_args.random_seed)
+            if life.facts.device.startswith("cuda"):
+                # If the GPU fails, a restart with `auto` would go on on the CPU.
+                server_args = dataclasses.replace(server_args, device="cuda")
             grammars = GrammarProcess(server_args, run_dir, context, child_module=child_module)
             checker = GrammarChecker(grammars, unusable=why_no_grammars(server_args.grammar_backend))
             manager = TokenizerManager(
@@ -169,7 +173,9 @@ class EngineCore:
         """Whether other weights are in use than those that it holds. A path may hold other weights than before, so
         equal settings do not suffice."""
         weights = self.tokenizer_manager.weights
-        return fork_server.launched_with != weights.server_args or self._num_updates != weights.num_updates
+        assert fork_server.launched_with is not None
+        launched_with = dataclasses.replace(fork_server.launched_with, device=weights.server_args.device)
+        return launched_with != weights.server_args or self._num_updates != weights.num_updates
 
     def _on_child_ended(self, child: ChildProcess, ended: asyncio.Future[str]) -> None:
         is_restarting = self._restart is not None and not self._restart.done()

@@ -161,6 +161,20 @@ def test_a_fork_server_that_does_not_answer_is_replaced(
     asyncio.run(scenario())
 
 
+def test_the_fork_server_of_a_gpu_engine_outlives_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was started with `--device auto`, and the next life is one with `--device cuda`."""
+    monkeypatch.setenv("FAKE_CHILD", "gpu")
+
+    async def scenario() -> None:
+        core = await start(tmp_path, device="auto")
+        server = core._spares["detokenizer"]
+        assert await answer_after_a_kill(core, "detokenizer") == text_of(60)
+        assert core._spares["detokenizer"] is server and not server.ended.done()
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("changes", [{"weight_version": "2"}, {}])
 def test_replaced_weights_end_the_fork_server(tmp_path: Path, changes: dict[str, str]) -> None:
     """Even if they come from the same path and have the same name."""

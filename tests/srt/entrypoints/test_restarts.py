@@ -139,6 +139,23 @@ def test_an_engine_that_cannot_start_again_has_died(
     assert os.listdir(run_dirs) == []
 
 
+def test_an_engine_that_has_lost_its_gpu_does_not_go_on_on_the_cpu(
+    run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setenv("FAKE_CHILD", "gpu")
+        core = await _start(tmp_path, engine_restarts=2, device="auto")
+        core._spares["scheduler"].kill()
+        await core._spares["scheduler"].ended
+        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
+        monkeypatch.setenv("FAKE_CHILD", "")
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        assert "could not be restarted: --device cuda needs a GPU" in await asyncio.wait_for(core.died, PATIENCE_S)
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
 def test_comments_go_on_until_tokens_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine runs again, but its first steps take long."""
     monkeypatch.setattr(sse, "_COMMENT_INTERVAL_S", 0.0)
