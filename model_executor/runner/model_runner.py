@@ -245,6 +245,11 @@ class ModelRunner:
         scored = [np.arange(len(score.targets), dtype=np.int64) + score.start for score in step.prompt_scores]
         pooled = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_sums]
         shown = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_states]
+        wanted_host, ranks_host = last_host, last_host
+        if step.has_extras:
+            # A token may be wanted for several reasons. The last layer computes it once.
+            every = np.concatenate((last_host, *scored, *pooled, *shown))
+            wanted_host, ranks_host = np.unique(every, return_inverse=True)
         sent = self._uploads.send(
             *self.table.changes(step, positions_host),
             unknown,
@@ -256,7 +261,7 @@ class ModelRunner:
             positions_host,
             start_loc_host,
             _int64(prefix_lens_host),
-            np.concatenate((last_host, *scored, *pooled, *shown)) if step.has_extras else last_host,
+            wanted_host,
             _int64(step.rows[sampled]),
         )
         places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, wanted, chosen = (
@@ -282,7 +287,9 @@ class ModelRunner:
         if not step.has_extras:
             return self._step_head(self._stream(batch), chosen), NO_EXTRAS
         lens = [len(last_host), *(sum(map(len, places)) for places in (scored, pooled, shown))]
-        hidden, of_scored, of_pooled, of_shown = self.model.head.normalise(self._stream(batch)).split(lens)
+        (ranks,) = self._uploads.send(ranks_host)
+        of_each = self.model.head.normalise(self._stream(batch)).index_select(0, ranks)
+        hidden, of_scored, of_pooled, of_shown = of_each.split(lens)
         extras = StepExtras(
             self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.head.of_hidden) if scored else None,
             sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None,

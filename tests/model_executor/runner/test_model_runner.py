@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
@@ -16,6 +17,8 @@ from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load
 from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE
 from tercet.model_executor.runner.settings import resolve_device
+from tercet.model_executor.step import ForwardMode, HiddenRange, NewRow, PromptScore, StepInputs
+from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.model_files.model_config import FAMILIES, load_model_config
 from tercet.srt.model_files.rope_config import FrequencyDivisors, RopeConfig
 from tercet.srt.sampling_params import SamplingParams
@@ -162,3 +165,34 @@ def test_frequency_divisors_change_the_rotation():
     for driver in (plain, divided):
         driver.extend({1: list(range(30))}, new_rows=[driver.add(1)])
     assert not torch.equal(plain.logits[0], divided.logits[0])
+
+
+def test_a_token_that_is_wanted_twice_is_computed_once():
+    """Log probabilities and hidden states of the same tokens. Memory is measured for each token once."""
+    ids = np.arange(1, 41, dtype=np.int32)
+    scores, states = [PromptScore(1, 0, ids[1:])], [HiddenRange(0, 40)]
+
+    def outputs(**wanted):
+        runner = make_toy_runner()
+        transform, computed = runner.model.transform, []
+
+        def noted(x, rotation, batch):
+            computed.append(batch.logits_indices.tolist())
+            return transform(x, rotation, batch)
+
+        runner.model.transform = noted
+        new_row = NewRow(1, SamplingParams(temperature=0.0), 0, ids, ids[:0], (), LogprobOptions(logprob_start_len=0))
+        step = StepInputs(
+            ForwardMode.EXTEND, ids[:1], ids[-1:], ids, [new_row], extend_lens=ids[-1:], input_ids=ids,
+            sampled=np.array([True]), **wanted,
+        )  # fmt: skip
+        launched = runner.launch(step)
+        launched.sample()
+        return computed, launched.wait()
+
+    computed, both = outputs(prompt_scores=scores, hidden_states=states)
+    assert computed == [list(range(40))]
+    _, scored = outputs(prompt_scores=scores)
+    _, shown = outputs(hidden_states=states)
+    assert both.prompt_logprobs == scored.prompt_logprobs and both.tokens == scored.tokens == shown.tokens
+    assert np.array_equal(both.hidden_states[0], shown.hidden_states[0])
