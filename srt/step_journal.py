@@ -65,15 +65,19 @@ class StepJournal:
         self._rows_since = 0
         self._rows_bytes = 0
         self._reqs: Sequence[JournaledReq] = ()
+        """Those of the last step that had some."""
+        self._names_earlier = False
+        """Whether the rows have requests of the step before that one, too."""
 
     def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int, unfinished: Iterable[JournaledReq]) -> None:
         """A step is about to be launched. `reqs`: the caller does not change it afterwards. `unfinished`: the requests
         whose prompts are computed in chunks.
 
-        A step without requests keeps the rows of the step before, which may still be under way.
+        With overlap, the step before may still be in flight, and a device reports a fault late. So the rows have its
+        requests, too. A step without requests keeps the rows of the step before.
         """
         self._num_steps += 1
-        if reqs and reqs != self._reqs:
+        if reqs and (self._names_earlier or reqs != self._reqs):
             self._write_rows(reqs, unfinished)
         place = _HEAD.size + self._num_steps % _NUM_STEPS_KEPT * _STEP.size
         _STEP.pack_into(self._map, place, self._num_steps, time.monotonic(), len(reqs), num_prompt_tokens)
@@ -85,13 +89,18 @@ class StepJournal:
 
     def _write_rows(self, reqs: Sequence[JournaledReq], unfinished: Iterable[JournaledReq]) -> None:
         keys, positions = [req.rid for req in reqs], [len(req.output_ids) + req.num_steps_in_flight for req in reqs]
-        # The step before may still be in flight, or its outputs on their way. Who has output is known to have begun.
+        named = set(keys)
+        earlier = [req for req in self._reqs if req.num_steps_in_flight and req.rid not in named]
+        keys += [req.rid for req in earlier]
+        positions += [len(req.output_ids) + req.num_steps_in_flight - 1 for req in earlier]
+        # The outputs of the step before may be on their way. Who has output is known to have begun.
         begun = {req.rid for req in (*self._reqs, *unfinished) if not len(req.output_ids)}.difference(keys)
         data = msgspec.msgpack.encode((keys, positions, list(begun)))
         if len(data) > len(self._map) - _ROWS:
             data = b""  # the reader sees that the rows are unknown
         self._map[_ROWS : _ROWS + len(data)] = data
         self._reqs, self._rows_since, self._rows_bytes = reqs, self._num_steps, len(data)
+        self._names_earlier = bool(earlier)
 
 
 class NoJournal:
@@ -127,7 +136,8 @@ class Journal(msgspec.Struct, frozen=True):
     """What the file says."""
 
     rows: list[JournalRow] | None
-    """The requests of the step that was under way. None: no step was, or its requests are unknown."""
+    """The requests of the steps that were under way: of one, or with overlap of two. None: no step was, or its requests
+    are unknown."""
     last_steps: list[JournalStep]
     """Oldest first."""
     is_between_steps: bool = False

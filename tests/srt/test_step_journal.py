@@ -12,6 +12,7 @@ from patience import PATIENCE_S
 from scheduler_rig import Rig
 from toy_engine import environment
 
+from tercet.managers.scheduler import InFlight
 from tercet.srt.step_journal import NO_JOURNAL, JournalRow, StepJournal, open_journal, read_journal
 
 
@@ -79,6 +80,38 @@ def test_the_scheduler_names_prompts_in_chunks(path: Path) -> None:
         assert "chunked" in read_journal(path).begun
         rig.turn()
     assert [step.num_prompt_tokens > 0 for step in read_journal(path).last_steps].count(False) > 2
+    rig.run()
+
+
+def test_with_overlap_the_step_before_is_named_until_it_is_over(path: Path) -> None:
+    """A device reports its fault while the host launches the next step, or waits for it."""
+    journal = StepJournal(path, max_rows=8)
+    prompt, both, decode = FakeReq("1", range(0)), FakeReq("2", range(3)), FakeReq("3", range(5))
+    journal.begin([prompt, both], 9, ())
+    prompt.num_steps_in_flight = both.num_steps_in_flight = 1
+    journal.begin([both, decode], 0, ())
+    assert read_journal(path).rows == [JournalRow("2", 4), JournalRow("3", 5), JournalRow("1", 0)]
+    prompt.num_steps_in_flight, prompt.output_ids, both.output_ids = 0, range(1), range(4)
+    decode.num_steps_in_flight = 1
+    journal.begin([both, decode], 0, ())
+    assert read_journal(path).rows == [JournalRow("2", 5), JournalRow("3", 6)]
+
+
+def test_the_scheduler_names_all_requests_in_flight(path: Path) -> None:
+    rig = Rig(overlap=True, max_prefill_tokens=16, chunked_prefill_size=16)
+    rig.scheduler._journal = StepJournal(path, max_rows=8)
+    process = rig.scheduler._process
+
+    def checked(in_flight: InFlight) -> None:
+        rows = read_journal(path).rows
+        assert rows is not None and {req.rid for req in in_flight.batch.reqs} <= {row.key for row in rows}
+        process(in_flight)
+
+    rig.scheduler._process = checked
+    for num_tokens in range(3, 9):
+        rig.add(f"{num_tokens}", [num_tokens] * 2, max_new_tokens=num_tokens)
+        rig.turn()
+    rig.add("chunked", [2] * 60)
     rig.run()
 
 
