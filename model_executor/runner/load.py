@@ -5,6 +5,7 @@ The scheduler process, the benchmarks and the tests all build their runners here
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -42,6 +43,8 @@ from .slot_table import SlotTable
 from .step_memory import activation_bytes, gather_bytes, rotation_bytes
 from .warmup import all_allowed, warmup_steps
 from .weight_update import BuiltModel, WeightUpdater
+
+logger = logging.getLogger(__name__)
 
 _BYTES_PER_GRAPH = 8 << 20
 """Memory kept free for the driver's own data of each graph."""
@@ -165,6 +168,7 @@ class _RunnerBuilder:
         """
         accelerator = self.accelerator
         assert accelerator is not None
+        logger.info("Measuring the memory of the largest steps; a first start compiles kernels, which takes minutes")
         with needs_c_compiler():
             measured = self._build(self.settings.page_size)
             sizes, reserve = self._measure(measured, accelerator)

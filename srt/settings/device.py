@@ -15,7 +15,8 @@ class DeviceSettings:
     TITLE: ClassVar[str] = "The device and its memory"
 
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Setting("Device of the model; auto: a GPU if there is one, else the CPU")
+        Literal["auto", "cpu", "cuda"],
+        Setting("Device of the model; auto: a GPU if there is one, else the CPU; CUDA_VISIBLE_DEVICES chooses the GPU"),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "cpu", "torch", "triton"],

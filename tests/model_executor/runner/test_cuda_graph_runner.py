@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 
 import numpy as np
@@ -57,6 +58,12 @@ def test_the_memory_for_the_pool_is_what_is_left_beside_a_model(make_runner, mon
     before_loading, *others = seen
     assert before_loading == ("memory", [])
     assert others[:4] == [("build", []), ("memory", [True]), ("memory", [True]), ("build", [False])]
+
+
+def test_a_start_says_why_it_takes_long(make_runner, caplog):
+    caplog.set_level(logging.INFO)
+    make_runner(cuda_graph_max_bs=1)
+    assert "a first start compiles kernels" in caplog.text
 
 
 def test_batch_sizes():
