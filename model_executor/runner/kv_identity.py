@@ -42,4 +42,8 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: s
         "bfloat16_products": None if settings.cpu_kernels is None else settings.cpu_kernels.tuning.bfloat16,
         "versions": [__version__, torch.__version__],
     }
+    if settings.attention_backend == "triton":
+        import triton  # takes half a second; this backend has imported it already
+
+        described["kernels"] = [settings.fuse_small_steps, settings.hopper_prefill, triton.__version__]
     return json.dumps(described, sort_keys=True).encode()

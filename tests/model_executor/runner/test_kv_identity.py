@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import triton
 from runners import make_settings
 from toy_runner import TOY, TOY_QWEN
 
@@ -26,6 +27,14 @@ def test_settings_that_kv_does_not_depend_on_share_their_files() -> None:
 def test_other_settings_do_not(settings: dict[str, object]) -> None:
     assert identity() != identity(**settings)
     assert identity() != identity(TOY_QWEN)
+
+
+def test_kernels_of_a_gpu_with_other_bits_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make_settings(TOY, attention_backend="triton", dtype="bfloat16")
+    settings = [plain, *(dataclasses.replace(plain, **{flag: True}) for flag in ("fuse_small_steps", "hopper_prefill"))]
+    found = {kv_identity(one, TOY) for one in settings}
+    monkeypatch.setattr(triton, "__version__", "another")
+    assert len({*found, kv_identity(plain, TOY)}) == 4
 
 
 def test_weights_are_recognised_by_their_bytes(tmp_path: Path) -> None:
