@@ -26,7 +26,7 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: s
     """
     on_cpu = settings.device.type == "cpu"
     variant = cpu_extension.load() if settings.attention_backend == "cpu" else None
-    described = {
+    described: dict[str, object] = {
         "config": weight_fields(config),
         "weights": settings.seed if config.load_format == "dummy" else list(weight_fingerprints(config)),
         "weight_version": weight_version,
