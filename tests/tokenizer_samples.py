@@ -98,8 +98,19 @@ def byte_level_tokenizer() -> Tokenizer:
     return as_tokenizer(backend)
 
 
+SENTENCEPIECE_DECODERS = {
+    "llama": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "gemma": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "bytes_then_metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "metaspace_then_bytes": decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()]),
+}
+"""The decoders of sentencepiece with byte fallback."""
+
+
 @functools.cache
-def sentencepiece_tokenizer() -> Tokenizer:
+def sentencepiece_tokenizer(decoder: str = "llama") -> Tokenizer:
     """A tokenizer like that of Llama 2: U+2581 for a space, and byte tokens for characters without a token."""
     words = ["▁", "▁the", "▁cat", "s", "▁▁", "a", "b", "c", "t", "é", "h", "e", "."]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
@@ -111,16 +122,30 @@ def sentencepiece_tokenizer() -> Tokenizer:
     backend.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
     )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    backend.decoder = SENTENCEPIECE_DECODERS[decoder]
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return as_tokenizer(backend)
 
 
 @functools.cache
-def metaspace_tokenizer() -> Tokenizer:
-    """A tokenizer whose decoder does more than join bytes."""
-    return as_tokenizer(
-        train(decoder=decoders.Metaspace(), pre_tokenizer=pre_tokenizers.Metaspace(), special=("<unk>", "</s>"))
+def unigram_tokenizer() -> Tokenizer:
+    """Sentencepiece's other model, without byte fallback, as `transformers` converts it by default."""
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, unk_token="<unk>", special_tokens=["<unk>", "</s>"], show_progress=False
     )
+    backend.train_from_iterator([text for text in TEXTS if len(text) < 1000] * 2, trainer)
+    return as_tokenizer(backend)
+
+
+@functools.cache
+def wordpiece_tokenizer() -> Tokenizer:
+    """A tokenizer whose decoder does more than join bytes."""
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=700, special_tokens=["[UNK]", "</s>"], show_progress=False)
+    backend.train_from_iterator([*TEXTS, *TEXTS], trainer)
+    return as_tokenizer(backend)

@@ -1,8 +1,8 @@
 """The bytes of each token, with which output can be decoded token by token.
 
 In the two common kinds of vocabulary, the text of a sequence is the concatenation of its tokens' bytes. In byte-level
-BPE (GPT-2 and its successors) each character of a token stands for one byte. In sentencepiece with byte fallback
-(Llama 2) U+2581 stands for a space, and a token such as <0x0A> for a byte.
+BPE (GPT-2 and its successors) each character of a token stands for one byte. In sentencepiece U+2581 stands for a
+space, and with byte fallback (Llama 2) a token such as <0x0A> for a byte.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import tokenizers
 _SPACE_MARK = "\u2581"
 _MAX_SHARED = 8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE = re.compile("(ByteFallback )?(Replace|Metaspace)( ByteFallback)?( Fuse( Strip)?)?")
+"""The steps of decoders that concatenate. They may drop the space at the start of the whole text."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -37,10 +39,11 @@ class TokenBytes(dict[int, bytes]):
     Raises OverflowError for an id outside [0, 2**32).
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool, byte_fallback: bool = False) -> None:
         super().__init__()
         self._backend = backend
         self._alphabet = byte_level_alphabet() if byte_level else None
+        self._byte_fallback = byte_fallback
         self._without: dict[frozenset[int], set[int]] = {}
 
     def known_without(self, some_bytes: frozenset[int]) -> set[int]:
@@ -65,9 +68,8 @@ class TokenBytes(dict[int, bytes]):
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
             return cls(backend, byte_level=True)
-        spells_spaces = steps[:1] == [{"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}]
-        if spells_spaces and kinds[1:] in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]):
-            return cls(backend, byte_level=False)
+        if _SENTENCEPIECE.fullmatch(" ".join(kinds)) and any(map(_spells_spaces, steps)):
+            return cls(backend, byte_level=False, byte_fallback="ByteFallback" in kinds)
         return None
 
     def __missing__(self, token_id: int) -> bytes:
@@ -82,5 +84,11 @@ class TokenBytes(dict[int, bytes]):
                 return bytes(map(self._alphabet.__getitem__, token))
             except KeyError:  # an added token, which is plain text
                 return token.encode()
-        byte = _BYTE_TOKEN.fullmatch(token)
+        byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE_MARK, " ").encode()
+
+
+def _spells_spaces(step: dict[str, Any]) -> bool:
+    """Whether a step of a decoder puts a space for each U+2581."""
+    replaces = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
+    return step == replaces or (step["type"] == "Metaspace" and step["replacement"] == _SPACE_MARK)

@@ -3,15 +3,19 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizer_samples import (
+    SENTENCEPIECE_DECODERS,
     TEXTS,
+    as_tokenizer,
     byte_level_tokenizer,
     default_tokenizer,
-    metaspace_tokenizer,
     sentencepiece_tokenizer,
     texts,
+    unigram_tokenizer,
+    wordpiece_tokenizer,
 )
 
 from tercet.managers.incremental_decode import IncrementalDecoder
@@ -48,7 +52,7 @@ def test_random_bytes_become_as_many_replacement_characters(data, cuts):
     assert decode(tokenizer, ids, cuts) == tokenizer.decode(ids) == bytes(data).decode("utf-8", "replace")
 
 
-@pytest.mark.parametrize("get_tokenizer", [byte_level_tokenizer, default_tokenizer, metaspace_tokenizer])
+@pytest.mark.parametrize("get_tokenizer", [byte_level_tokenizer, default_tokenizer, wordpiece_tokenizer])
 @given(text=texts)
 def test_valid_text_never_shows_half_a_character(get_tokenizer, text):
     tokenizer = get_tokenizer()
@@ -72,13 +76,32 @@ def test_a_character_of_four_tokens_comes_whole_with_its_last():
     assert decoder.finish() == "\ufffd"
 
 
+@pytest.mark.parametrize("decoder", SENTENCEPIECE_DECODERS)
 @given(text=st.text("abct éhe.😺日", max_size=30), prompt=st.sampled_from(["a", "the cat"]), cuts=cut_places)
-def test_sentencepiece_text_continues_its_prompt(text, prompt, cuts):
-    tokenizer = sentencepiece_tokenizer()
+@example(" cat", "the cat", [])
+@example("😺😺😺", "a", list(range(20)))
+def test_sentencepiece_text_continues_its_prompt(decoder, text, prompt, cuts):
+    tokenizer = sentencepiece_tokenizer(decoder)
     start = tokenizer.encode(prompt)
     whole = tokenizer.encode(prompt + text)
     assert whole[: len(start)] == start, "the vocabulary merges nothing but spaces"
     assert prompt + decode(tokenizer, whole[len(start) :], cuts) == prompt + text
+
+
+@given(text=texts, cuts=cut_places)
+def test_unigram_text_continues_its_prompt(text, cuts):
+    tokenizer = unigram_tokenizer()
+    start = tokenizer.encode("The")
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode([*start, *ids]) == "The" + decode(tokenizer, ids, cuts)
+
+
+def test_a_tokenizer_without_byte_tokens_has_text_that_looks_like_one():
+    backend = tokenizers.Tokenizer.from_str(unigram_tokenizer().backend.to_str())
+    backend.add_tokens(["<0x41>"])
+    tokenizer = as_tokenizer(backend)
+    token = tokenizer.token_to_id("<0x41>")
+    assert decode(tokenizer, [token], []) == tokenizer.decode([token]) == "<0x41>"
 
 
 def test_sentencepiece_bytes_that_are_no_text_do_not_wait():
@@ -94,7 +117,7 @@ def test_sentencepiece_bytes_that_are_no_text_do_not_wait():
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_other_decoders_show_all_of_a_text(text):
-    tokenizer = metaspace_tokenizer()
+    tokenizer = wordpiece_tokenizer()
     assert tokenizer.token_bytes is None
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert decode(tokenizer, ids, list(range(0, 100, 3))) == tokenizer.decode(ids)
