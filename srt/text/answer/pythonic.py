@@ -20,6 +20,9 @@ _NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"""[^"'()\[\]{},]+""")
 _QUOTED = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
 _CLOSER = {"(": ")", "[": "]", "{": "}"}
+_ESCAPED = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\x00"})
+"""The characters that a string of Python cannot have as they are. A model may write them."""
+_CONSTANTS_OF_JSON = {"true": True, "false": False, "null": None}
 
 
 def read_pythonic(answer: AnswerText, functions: Functions) -> Reading[None]:
@@ -100,7 +103,7 @@ def _copy_value(answer: AnswerText, put: Callable[[str], None]) -> Reading[bool]
 
 def _copy_quoted(answer: AnswerText, quote: str, put: Callable[[str], None]) -> Reading[bool]:
     while True:
-        yield from answer.run(_QUOTED[quote], put)
+        yield from answer.run(_QUOTED[quote], lambda piece: put(piece.translate(_ESCAPED)))
         char = yield from answer.take()
         put(char)
         if char != "\\":
@@ -109,10 +112,16 @@ def _copy_quoted(answer: AnswerText, quote: str, put: Callable[[str], None]) -> 
 
 
 def _as_json(source: str) -> str:
-    """A Python literal, or a constant of JSON, as JSON. Any other text becomes a string."""
-    if source in ("true", "false", "null"):
-        return source
+    """A literal of Python or JSON as JSON. Any other text becomes a string."""
     try:
-        return without_surrogates(json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False))
+        value = ast.literal_eval(_WithConstants().visit(ast.parse(source, mode="eval")))
+        return without_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return f'"{json_string(source)}"'
+
+
+class _WithConstants(ast.NodeTransformer):
+    """Reads the names of JSON's constants as values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS_OF_JSON[node.id]) if node.id in _CONSTANTS_OF_JSON else node

@@ -1,0 +1,61 @@
+"""The values of calls in Python's notation. A model mixes it with that of JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser, join_parts
+from tercet.srt.text.answer.answer_text import Arguments, CallStart
+from tercet.srt.text.answer.tools import Functions
+
+FORMAT = AnswerFormat(tools="pythonic", functions=Functions({"f": None}))
+
+
+def value_of(source: str, size: int = 1000) -> Any:
+    """The argument that the call `[f(a=SOURCE)]` has, read in pieces of `size` characters."""
+    text = f"[f(a={source})]"
+    parser = AnswerParser(FORMAT)
+    parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])]
+    call, arguments = join_parts([*parts, *parser.finish()])
+    assert call == CallStart("f")
+    assert isinstance(arguments, Arguments)
+    return json.loads(arguments.text)["a"]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab'\"\\\n", max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(value=values, size=st.integers(1, 9), write=st.sampled_from([repr, json.dumps]))
+@example([True, None], 1000, json.dumps)
+@example({"x": {"y": False}}, 3, json.dumps)
+def test_any_value_in_either_notation_comes_back(value: Any, size: int, write: Any) -> None:
+    assert value_of(write(value), size) == value
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ('"one\ntwo"', "one\ntwo"),
+        ("'one\r\n\ttwo'", "one\r\n\ttwo"),
+        ("['a\n', {'b': 'c\0'}]", ["a\n", {"b": "c\0"}]),
+        ('"""one\ntwo"""', "one\ntwo"),
+        ("{'x': true, 'y': [None, null]}", {"x": True, "y": [None, None]}),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_line_breaks_in_strings_and_constants_of_both_notations(source: str, value: Any, size: int) -> None:
+    assert value_of(source, size) == value
+
+
+@pytest.mark.parametrize("source", ["Paris", "truely", "[true, maybe]", "f'{true}'", "-true", "true()", "{true, 1}"])
+def test_what_is_no_literal_becomes_a_string(source: str) -> None:
+    assert value_of(source) == source
