@@ -18,6 +18,16 @@ FUNCTION = "<function="
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
 NAME = re.compile(r"[^<>\n]+")
+_KINDS: dict[type, tuple[str, ...]] = {
+    type(None): ("null",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+}
+"""JSON Schema's names for the type of a value."""
 _VALUE_END = marks_of("\n" + PARAMETER_END, PARAMETER_END)
 
 
@@ -51,35 +61,47 @@ def _read_arguments(answer: AnswerText, functions: Functions, name: str) -> Read
         yield from answer.accept("\n")
         answer.arguments(f'{separator}"{json_string(key)}": ')
         separator = ", "
-        if not (yield from _read_value(answer, functions.is_text(name, key))):
+        if functions.is_text(name, key):
+            is_whole = yield from _read_text(answer)
+        else:
+            is_whole = yield from _read_value(answer, functions.kinds(name, key))
+        if not is_whole:
             return
     ended = yield from answer.accept("</function>")
     if ended or (yield from answer.peek()):
         answer.arguments("}")
 
 
-def _read_value(answer: AnswerText, is_text: bool | None) -> Reading[bool]:
-    """Passes a value on: a string while it arrives, another value when it is complete. Returns whether it ended."""
-    if is_text:
-        answer.arguments('"')
-        mark = yield from answer.until(_VALUE_END, lambda piece: answer.arguments(json_string(piece)))
-        answer.arguments('"' if mark else "")
-        return bool(mark)
-    pieces: list[str] = []
-    mark = yield from answer.until(_VALUE_END, pieces.append)
-    if mark:
-        answer.arguments(as_json("".join(pieces)))
+def _read_text(answer: AnswerText) -> Reading[bool]:
+    """Passes a string on while it arrives. Returns whether it ended."""
+    answer.arguments('"')
+    mark = yield from answer.until(_VALUE_END, lambda piece: answer.arguments(json_string(piece)))
+    answer.arguments('"' if mark else "")
     return bool(mark)
 
 
-def as_json(text: str) -> str:
-    """The text, if it is JSON. Python's constants count as JSON, and any other text becomes a string."""
-    text = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+def _read_value(answer: AnswerText, kinds: frozenset[str]) -> Reading[bool]:
+    """Passes a value of these types on when it is complete. Returns whether it ended."""
+    pieces: list[str] = []
+    mark = yield from answer.until(_VALUE_END, pieces.append)
+    if mark:
+        answer.arguments(as_json("".join(pieces), kinds))
+    return bool(mark)
+
+
+def as_json(text: str, kinds: frozenset[str] = frozenset()) -> str:
+    """The text, if it is JSON. Python's constants count as JSON, and any other text becomes a string.
+
+    kinds: the types that the value may have; empty: any. JSON of another type becomes a string, if that is allowed.
+    """
+    written = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
-        json.loads(text, parse_constant=_refuse)
+        value = json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return f'"{json_string(text)}"'
-    return text.strip()
+    if "string" in kinds and kinds.isdisjoint(_KINDS[type(value)]):
+        return f'"{json_string(text)}"'
+    return written.strip()
 
 
 def _refuse(constant: str) -> None:

@@ -22,11 +22,29 @@ class Functions:
         """The schema of the parameters, which are an object. Without one, a function takes any object."""
         return {**(self._parameters[name] or {}), "type": "object"}
 
-    def is_text(self, name: str, parameter: str) -> bool | None:
-        """Whether a parameter is a string by its schema. None: the schema allows other types, or does not say."""
+    def is_text(self, name: str, parameter: str) -> bool:
+        """Whether the schema says that a parameter is a string and nothing else."""
+        return self._parameter(name, parameter).get("type") == "string"
+
+    def kinds(self, name: str, parameter: str) -> frozenset[str]:
+        """The types that the schema allows for a parameter, in JSON Schema's names; empty if it does not say."""
+        return _kinds(self._parameter(name, parameter))
+
+    def _parameter(self, name: str, parameter: str) -> Mapping[str, Any]:
+        """The schema of a parameter; empty if there is none."""
         properties = self.schema(name).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        if not isinstance(kind, str):
-            return None
-        return kind == "string"
+        return schema if isinstance(schema, Mapping) else {}
+
+
+def _kinds(schema: Any) -> frozenset[str]:
+    """The types of a schema: `type` is one or a list of them, and `anyOf` and `oneOf` have alternatives."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if kind is not None:
+        kinds = kind if isinstance(kind, list) else [kind]
+        return frozenset(kinds) if all(isinstance(kind, str) for kind in kinds) else frozenset()
+    alternatives = schema.get("anyOf", schema.get("oneOf"))
+    each = [_kinds(one) for one in alternatives] if isinstance(alternatives, list) else []
+    return frozenset().union(*each) if all(each) else frozenset()

@@ -1,0 +1,55 @@
+"""The values of calls of Qwen3-Coder. They have no quotes, and the schema of the function says their types."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
+from tercet.srt.text.answer.answer_text import Arguments
+from tercet.srt.text.answer.tools import Functions
+
+OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+"""As pydantic writes `str | None`."""
+
+
+def value_of(schema: Any, written: str) -> Any:
+    functions = Functions({"f": {"properties": {"x": schema}}})
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    parts = parse_answer(AnswerFormat(tools="qwen3_coder", functions=functions), text)
+    return json.loads("".join(part.text for part in parts if isinstance(part, Arguments)))["x"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        (OPTIONAL_TEXT, "10115", "10115"),
+        (OPTIONAL_TEXT, "True", "True"),
+        (OPTIONAL_TEXT, '{"a": 1}', '{"a": 1}'),
+        (OPTIONAL_TEXT, "null", None),
+        (OPTIONAL_TEXT, "None", None),
+        (OPTIONAL_TEXT, "Berlin", "Berlin"),
+        (OPTIONAL_TEXT, '"Berlin"', "Berlin"),  # as a grammar writes it
+        ({"type": ["string", "null"]}, "1.50", "1.50"),
+        ({"type": ["string", "integer"]}, "1.50", "1.50"),
+        ({"type": ["string", "integer"]}, "15", 15),
+        ({"type": ["string", "number"]}, "1.50", 1.5),
+        ({"oneOf": [{"type": "string"}, {"type": ["array", "boolean"]}]}, "true", True),
+        ({"oneOf": [{"type": "string"}, {"type": ["array", "boolean"]}]}, "{}", "{}"),
+        ({"anyOf": [{"type": "string"}, {}]}, "15", 15),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Other"}]}, "15", 15),
+        ({"anyOf": [{"type": "string"}]}, '"15"', "15"),
+        ({"type": "string"}, '"15"', '"15"'),
+        ({"type": "integer"}, "15", 15),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": ["string", 1]}, "15", 15),
+        ({}, "15", 15),
+        (True, "15", 15),
+    ],
+)
+def test_a_value_has_a_type_of_its_schema(schema: Any, written: str, value: Any) -> None:
+    found = value_of(schema, written)
+    assert found == value
+    assert type(found) is type(value)
