@@ -70,6 +70,11 @@ def make_wide_model(*, tied):
     return _initialised(LlamaConfig(**{**BASE, **shape}, tie_word_embeddings=tied), seed=0)
 
 
+def make_odd_model():
+    """A model whose feed-forward width is odd."""
+    return _initialised(LlamaConfig(**{**BASE, "intermediate_size": 33, "num_hidden_layers": 1}), seed=0)
+
+
 def _initialised(config, seed):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -234,13 +234,20 @@ def resolve_weights(
     if chosen is None:
         return WeightTypes(dtype, {})
     if dtype == torch.float32:
-        # Rows of bfloat16 must be whole words of 32 bits.
-        has_whole_words = config.hidden_size % 2 == config.intermediate_size % 2 == 0
-        if has_whole_words and stored_matrix_dtype(config) == torch.bfloat16:
+        if _has_whole_words(config, torch.bfloat16) and stored_matrix_dtype(config) == torch.bfloat16:
             return WeightTypes(torch.bfloat16, {})
-    elif not _multiplies_natively(dtype, chosen) or chosen.tuning.prefers_onednn(dtype):
+    elif (
+        not _has_whole_words(config, dtype)
+        or not _multiplies_natively(dtype, chosen)
+        or chosen.tuning.prefers_onednn(dtype)
+    ):
         return WeightTypes(dtype, {})
     return WeightTypes(dtype, stored_forms(config, dtype))
+
+
+def _has_whole_words(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether rows of this type are whole words of 32 bits, as the compiled operations need."""
+    return all(width * dtype.itemsize % 4 == 0 for width in (config.hidden_size, config.intermediate_size))
 
 
 def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:
@@ -293,8 +300,8 @@ def resolve_linears(
 def uses_onednn(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig) -> bool:
     """Whether linear layers are oneDNN's: it is faster here, matrices have the type of the activations, `dtype`, and a
     row has the same bits in every batch. Logs it if only the last is not true."""
-    has_whole_words = all(width * dtype.itemsize % 4 == 0 for width in (config.hidden_size, config.intermediate_size))
-    if not chosen.tuning.prefers_onednn(dtype) or weights.forms or weights.dtype != dtype or not has_whole_words:
+    fits = weights.dtype == dtype and not weights.forms and _has_whole_words(config, dtype)
+    if not fits or not chosen.tuning.prefers_onednn(dtype):
         return False
     parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
     for name, parameter in parameters.items():

@@ -12,7 +12,7 @@ import torch
 from gguf_models import HF_TO_GGUF, Kind, write_gguf
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
-from tiny_models import make_model, reference_logits
+from tiny_models import make_model, make_odd_model, reference_logits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
@@ -54,6 +54,21 @@ def test_dequantises_to_the_bits_of_gguf(kind, tmp_path):
         expected = gguf.dequantize(gguf.quantize(stored, kind), kind).astype(np.float32)
         actual = checkpoint.tensor(name).float().numpy()
         assert np.array_equal(actual, expected) and not np.array_equal(actual, stored)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.1), ("float32", 1e-4)])
+def test_a_quantised_model_of_odd_width(dtype, error, tmp_path):
+    """The compiled layers, which alone multiply quantised matrices, need rows of whole words of 32 bits."""
+    model = make_odd_model()
+    kinds = {name: Kind.Q8_0 for name in model.state_dict() if "self_attn" in name}
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kinds=kinds))
+    for name in kinds:
+        model.state_dict()[name].copy_(GGUFCheckpoint(config).tensor(name))
+    driver = RunnerDriver(make_runner(config, dtype=dtype, max_running_requests=2, max_total_tokens=100))
+    ids = np.random.default_rng(1).integers(0, 131, 20)
+    expected = reference_logits(model, ids.tolist())
+    for position, logits in driver.logits_along(1, ids, [18]).items():
+        assert relative_error(logits, expected[position]) < error
 
 
 def test_rows_that_do_not_fit_the_heads_are_named(tmp_path):
