@@ -113,7 +113,7 @@ class CompletionLogprobWriter:
             # The client's text lacks the special tokens that were added before it. The offsets agree at its end.
             decoder = IncrementalDecoder(self._tokenizer, self._echo_skips_special_tokens)
             offsets, length = _offsets(decoder, prompt_ids, 0)
-            shift = len(prompt_text) - length
+            shift = len(prompt_text) - length - len(decoder.finish())
             count = 1 + len(new.input)  # fewer than all tokens if the request was aborted
             self._add(written, prompt_ids[:1], [None], [None], [max(0, offsets[0] + shift)])
             places = [max(0, offset + shift) for offset in offsets[1:count]]

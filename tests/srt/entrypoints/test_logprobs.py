@@ -174,9 +174,11 @@ def test_what_lm_eval_sends(site: Site) -> None:
         ([97, BOS_TOKEN, 98, EOS, 99], True, "abc", [0, 1, 1, 2, 2, 3]),
         ([97, BOS_TOKEN, 98, EOS, 99], False, "a<bos>b<eos>c", [0, 1, 6, 7, 12, 13]),
         ("a<bos>b", True, "a<bos>b", [0, 1, 6, 7]),
+        ([97, 0xC3], True, "a\ufffd", [0, 1, 2]),  # it ends within a character
+        ([97, 0xE2, 0x82], True, "a\ufffd", [0, 1, 1, 2]),
     ],
 )
-def test_special_tokens_in_an_echo_are_where_its_text_has_them(
+def test_tokens_of_an_echo_are_where_its_text_has_them(
     site: Site, prompt: Any, skip: bool, text: str, offsets: list[int]
 ) -> None:
     body = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": True, "skip_special_tokens": skip}
