@@ -90,7 +90,7 @@ class AnswerText:
         self._held: int | None = None
         self._ended = False
         self._parts: list[Part] = []
-        self._space = ""  # whitespace that is left out if no more text of its part follows
+        self._space: list[str] = []  # whitespace that is left out if no more text of its part follows
         self._strip_next = False  # the next text begins a part, so its leading whitespace is left out
 
     # What the driver calls
@@ -120,7 +120,7 @@ class AnswerText:
     def finish(self) -> None:
         """The whitespace at the end belongs to the content, unless it follows a call or reasoning."""
         if self._space:
-            self.put(Content(self._space))
+            self.put(Content("".join(self._space)))
 
     # What a reader takes
 
@@ -232,7 +232,7 @@ class AnswerText:
 
     def new_part(self) -> None:
         """Whitespace around the boundary between two parts is left out."""
-        self._space = ""
+        self._space.clear()
         self._strip_next = True
 
     def start_call(self, name: str) -> None:
@@ -250,11 +250,12 @@ class AnswerText:
         if not text:
             return
         self._strip_next = False
-        text = self._space + text
         visible = text.rstrip()
-        self._space = text[len(visible) :]
         if visible:
-            self.put(kind(visible))
+            self.put(kind("".join([*self._space, visible])))
+            self._space.clear()
+        if len(visible) < len(text):
+            self._space.append(text[len(visible) :])
 
     def put(self, part: Part) -> None:
         """Adds a part, unless there have been too many calls."""
