@@ -10,6 +10,7 @@ mark only at the start of a text. In these cases this reader follows llama.cpp a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,13 +141,14 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tupl
     """The merges of sentencepiece's greedy algorithm, best score first.
 
     Each split of a token into two tokens is a merge. Equal scores have the order of `transformers`: longer left parts
-    first.
+    first. Only lengths of tokens are tried, because a damaged file may have a token of megabytes.
     """
     vocab = dict(zip(tokens, scores, strict=True))
+    lengths = sorted({len(token) for token in vocab if token})
     found = [
         (-score, -cut, cut - len(token), token[:cut], token[cut:])
         for token, score in vocab.items()
-        for cut in range(1, len(token))
+        for cut in lengths[: bisect_left(lengths, len(token))]
         if token[:cut] in vocab and token[cut:] in vocab
     ]
     found.sort(key=lambda merge: merge[:3])

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from tokenizer_samples import TEXTS, byte_level_tokenizer, texts
 
 from tercet.srt.text.gguf_pre_tokenizers import MERGES_ARE_OPTIONAL, PRE_TOKENIZERS
+from tercet.srt.text.gguf_tokenizer import merges_by_score
 from tercet.srt.text.token_bytes import byte_level_alphabet
 from tercet.srt.text.tokenizer import load_tokenizer
 
@@ -270,6 +271,25 @@ def test_refuses_by_name(tmp_path):
     path.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="not a GGUF file"):
         load_tokenizer(str(path))
+
+
+class CountingText(str):
+    """Text that counts how often it is sliced."""
+
+    num_slices = 0
+
+    def __getitem__(self, key):
+        CountingText.num_slices += 1
+        return super().__getitem__(key)
+
+
+def test_a_token_of_a_megabyte_is_cut_only_where_tokens_can_meet():
+    """A damaged file may have one. All its splits would take minutes."""
+    long = CountingText("x" * 1_000_000)
+    tokens = ["x", "xx", "x" * 999_998, long]
+    merges = merges_by_score(tokens, [0.0, -1.0, -2.0, -3.0])
+    assert [(len(left), len(right)) for left, right in merges] == [(1, 1), (999_998, 2), (2, 999_998)]
+    assert CountingText.num_slices < 20
 
 
 def test_every_way_to_cut_is_tested():
