@@ -61,21 +61,21 @@ CONFIGS = {
 
 def make_model(name, seed=0):
     """A float32 model with random biases and norms. Their usual values, 0 and 1, would hide a missing parameter."""
-    return _initialised(CONFIGS[name](), seed)
+    return initialised(CONFIGS[name](), seed)
 
 
 def make_wide_model(*, tied):
     """The same with rows of whole blocks of Q4_K and Q6_K."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    return _initialised(LlamaConfig(**{**BASE, **shape}, tie_word_embeddings=tied), seed=0)
+    return initialised(LlamaConfig(**{**BASE, **shape}, tie_word_embeddings=tied), seed=0)
 
 
 def make_odd_model():
     """A model whose feed-forward width is odd."""
-    return _initialised(LlamaConfig(**{**BASE, "intermediate_size": 33, "num_hidden_layers": 1}), seed=0)
+    return initialised(LlamaConfig(**{**BASE, "intermediate_size": 33, "num_hidden_layers": 1}), seed=0)
 
 
-def _initialised(config, seed):
+def initialised(config, seed):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for key, parameter in model.named_parameters():

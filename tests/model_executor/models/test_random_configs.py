@@ -1,0 +1,109 @@
+"""Logits equal those of transformers for models of any config, also of one that leaves settings to their defaults."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import runners
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runner_driver import RunnerDriver, relative_error
+from tiny_models import initialised, reference_logits
+from transformers import AutoConfig
+
+from tercet.srt.model_files.model_config import FAMILIES, load_model_config
+
+NUM_TOKENS = 40
+
+
+def some(**choices):
+    """A dict of some of these settings. Each value is one of its choices."""
+    return st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in choices.items()})
+
+
+def fixed(**choices):
+    return st.fixed_dictionaries({key: st.sampled_from(values) for key, values in choices.items()})
+
+
+ROPES = {
+    "default": st.just({}),
+    "linear": fixed(factor=[1.0, 2.5, 8]),
+    "llama3": fixed(
+        factor=[8.0, 32.0], low_freq_factor=[1.0], high_freq_factor=[4.0], original_max_position_embeddings=[16, 64]
+    ),
+    "yarn": st.builds(
+        dict.__or__,
+        fixed(factor=[1.5, 4.0]),
+        some(
+            original_max_position_embeddings=[16, 64],
+            attention_factor=[0.8, 1.3],
+            beta_fast=[4.0, 32],
+            beta_slow=[1, 2.0],
+            mscale=[0.7, 1.0],
+            mscale_all_dim=[0.5, 1.0],
+            truncate=[False, True],
+        ),
+    ),
+}
+OF_FAMILY = {
+    "llama": some(attention_bias=[False, True], mlp_bias=[False, True]),
+    "mistral": some(sliding_window=[None, 3, 7]),
+    "qwen2": some(use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1, 28]),
+    "qwen3": some(
+        use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1], attention_bias=[False, True]
+    ),
+}
+
+
+@st.composite
+def configs(draw):
+    """The content of a config.json, as transformers 5 writes it, or older versions."""
+    family = draw(st.sampled_from(sorted(OF_FAMILY)))
+    kind = draw(st.sampled_from(sorted(ROPES)))
+    rope, theta = draw(ROPES[kind]), draw(st.sampled_from([1000.0, 500000.0]))
+    if draw(st.booleans()):
+        rope = {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **rope}}
+    else:
+        rope = {"rope_scaling": {draw(st.sampled_from(["type", "rope_type"])): kind, **rope}}
+        rope |= draw(some(rope_theta=[theta]))
+    return {
+        "model_type": family,
+        "vocab_size": 67,
+        "hidden_size": 64,
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **draw(fixed(num_hidden_layers=[1, 2], intermediate_size=[24, 96])),
+        **draw(some(rms_norm_eps=[1e-5, 1e-2], head_dim=[8, 12, 32], tie_word_embeddings=[False, True])),
+        **draw(OF_FAMILY[family]),
+        **rope,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@settings(max_examples=20, deadline=None)
+@given(config=configs())
+def test_logits_equal_transformers(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    model = initialised(AutoConfig.from_pretrained(folder), seed=0)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))  # transformers has written the defaults, too
+    runner = runners.make_runner(
+        load_model_config(folder), dtype="float32", max_total_tokens=400, max_running_requests=2
+    )
+    ids = np.random.default_rng(1).integers(0, 67, NUM_TOKENS)
+    expected = reference_logits(model, ids.tolist())
+    for position, logits in RunnerDriver(runner).logits_along(1, ids, [NUM_TOKENS - 3]).items():
+        assert relative_error(logits, expected[position]) < 1e-4, position
+
+
+def test_every_family_is_drawn():
+    assert {family.model_type for family in FAMILIES.values()} == set(OF_FAMILY)
