@@ -61,6 +61,8 @@ class ChatTemplate:
             self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
+        except (RecursionError, SyntaxError) as error:  # of Jinja, or of the Python code that it makes
+            raise ValueError(f"the chat template is nested too deeply ({error.args[0]})") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
 

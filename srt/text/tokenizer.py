@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequest
+from ..model_files.files import read_text
 from .gguf_tokenizer import read_gguf_tokenizer
 from .hf_tokenizer import read_hf_directory, read_with_transformers
 from .token_bytes import TokenBytes
@@ -212,7 +213,7 @@ def _read_template(template: str) -> str:
     if "{" in template or "\n" in template:
         return template
     try:
-        return Path(template).read_text(encoding="utf-8")
+        return read_text(template)
     except OSError as error:
         raise ValueError(f"--chat-template must be a readable file or a Jinja template: {error}") from error
 

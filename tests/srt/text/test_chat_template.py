@@ -191,6 +191,20 @@ def test_a_broken_template_is_a_value_error():
         ChatTemplate("a\n{% endfor %}", SPECIAL)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 1000 + "1" + ")" * 1000 + " }}",
+        "{% if x %}" * 1000 + "{% endif %}" * 1000,
+        "{% if x %}" * 120 + "{% endif %}" * 120,  # Jinja makes Python code with too many levels of indentation
+        "{% for x in messages %}" * 25 + "{% endfor %}" * 25,  # and with too many nested loops
+    ],
+)
+def test_a_template_that_is_nested_too_deeply_is_a_value_error(source):
+    with pytest.raises(ValueError, match="nested too deeply"):
+        ChatTemplate(source, SPECIAL)
+
+
 def test_an_error_of_python_is_not_shown_to_the_client():
     """Its text could have an address, or another value of the process."""
     template = ChatTemplate("{{ messages | map('upper') + 1 }}", SPECIAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 
@@ -141,6 +142,13 @@ def test_a_template_of_the_operator(tmp_path):
         load_tokenizer(path, chat_template=str(tmp_path / "absent.jinja"))
     with pytest.raises(ValueError, match="line 2"):
         load_tokenizer(path, chat_template="\n{% if %}")
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"template\.jinja' must be text in UTF-8"):
+        load_tokenizer(path, chat_template=str(file))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"template\.jinja' must be a regular file"):
+        load_tokenizer(path, chat_template=str(file))
 
 
 def test_no_chat_template_is_said():
