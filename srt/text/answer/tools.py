@@ -37,14 +37,26 @@ class Functions:
         return schema if isinstance(schema, Mapping) else {}
 
 
-def _kinds(schema: Any) -> frozenset[str]:
-    """The types of a schema: `type` is one or a list of them, and `anyOf` and `oneOf` have alternatives."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    kind = schema.get("type")
-    if kind is not None:
-        kinds = kind if isinstance(kind, list) else [kind]
-        return frozenset(kinds) if all(isinstance(kind, str) for kind in kinds) else frozenset()
-    alternatives = schema.get("anyOf", schema.get("oneOf"))
-    each = [_kinds(one) for one in alternatives] if isinstance(alternatives, list) else []
-    return frozenset().union(*each) if all(each) else frozenset()
+def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types of a schema: `type` is one or a list of them, and `anyOf` and `oneOf` have alternatives.
+
+    There is no recursion, because a client chooses the depth.
+    """
+    kinds: set[str] = set()
+    alternatives: list[Any] = [schema]
+    while alternatives:
+        one = alternatives.pop()
+        if not isinstance(one, Mapping):
+            return frozenset()
+        kind = one.get("type")
+        if kind is None:
+            further = one.get("anyOf", one.get("oneOf"))
+            if not isinstance(further, list) or not further:
+                return frozenset()
+            alternatives += further
+            continue
+        named = kind if isinstance(kind, list) else [kind]
+        if not all(isinstance(name, str) for name in named):
+            return frozenset()
+        kinds.update(named)
+    return frozenset(kinds)

@@ -39,6 +39,9 @@ def value_of(schema: Any, written: str) -> Any:
         ({"oneOf": [{"type": "string"}, {"type": ["array", "boolean"]}]}, "true", True),
         ({"oneOf": [{"type": "string"}, {"type": ["array", "boolean"]}]}, "{}", "{}"),
         ({"anyOf": [{"type": "string"}, {}]}, "15", 15),
+        ({"anyOf": []}, "15", 15),
+        ({"anyOf": "string"}, "15", 15),
+        ({"anyOf": [{"type": "string"}, True]}, "15", 15),
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Other"}]}, "15", 15),
         ({"anyOf": [{"type": "string"}]}, '"15"', "15"),
         ({"type": "string"}, '"15"', '"15"'),
@@ -53,3 +56,10 @@ def test_a_value_has_a_type_of_its_schema(schema: Any, written: str, value: Any)
     found = value_of(schema, written)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_the_depth_of_a_schema_does_not_matter() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(5000):
+        schema = {"anyOf": [schema]}
+    assert value_of(schema, "15") == "15"
