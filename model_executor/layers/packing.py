@@ -99,7 +99,7 @@ def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
 def _quantized_panels(weight: QuantizedWeight) -> torch.Tensor:
     """The panels of a weight [n, k]: uint8 [ceil(n / width), k / GROUP, bytes of a panel's group].
 
-    A panel is as wide as one of floats. Rows beyond n have scales of zero. csrc/cpu/panel_groups.h describes the layout.
+    A panel is as wide as one of floats. Rows beyond n have scales of zero. csrc/cpu/README.md describes the layout.
     """
     groups = weight.shape[1] // GROUP
 

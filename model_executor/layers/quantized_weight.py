@@ -25,7 +25,10 @@ _CHUNK_ROWS = 4096
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix [n, k] whose groups are values * scale + minimum. k is a multiple of GROUP, in the K forms of SUPER_BLOCK."""
+    """A matrix [n, k] whose groups are values * scale + minimum.
+
+    k is a multiple of GROUP, in the K forms of SUPER_BLOCK.
+    """
 
     values: torch.Tensor
     """[n, k]; 8 bits: int8, above -128; 6 bits: int8, in [-32, 32); 4 bits: uint8, below 16"""

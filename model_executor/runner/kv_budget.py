@@ -84,5 +84,13 @@ def check_weights(num_bytes: int, memory: Memory) -> None:
         )
 
 
+def check_random_weights(num_bytes: int, available: int) -> None:
+    """Raises ValueError if random weights do not fit. They are made all at once; those of a file are mapped."""
+    if num_bytes > available:
+        raise ValueError(
+            f"not enough memory for random weights: they take {_gib(num_bytes)}, and {_gib(available)} are available"
+        )
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"

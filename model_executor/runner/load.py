@@ -35,7 +35,7 @@ from ..weights.loader import load_parameters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .host_kv import HostKV, device_bytes
-from .kv_budget import check_host_kv, check_weights, num_kv_tokens
+from .kv_budget import check_host_kv, check_random_weights, check_weights, num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
@@ -118,6 +118,8 @@ class _RunnerBuilder:
             # First, because loading takes minutes, and because a system without memory kills a process.
             check_weights(self.weight_bytes, self.accelerator.memory())
             check_host_kv(self._host_kv_bytes, host_memory().available, on_cpu=False)
+        elif config.load_format == "dummy":
+            check_random_weights(self.weight_bytes, host_memory().available)
         self.parameters: Parameters = load_parameters(
             config,
             settings.dtype,

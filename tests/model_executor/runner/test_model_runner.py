@@ -60,9 +60,17 @@ def test_a_pool_on_a_cpu_leaves_room_for_weights_and_steps(monkeypatch):
     assert make_toy_runner(max_total_tokens=None, mem_fraction_static=0.999).max_total_num_tokens == 99
     with pytest.raises(ValueError, match="--max-total-tokens 100 needs"):
         make_toy_runner(max_total_tokens=100)
-    host(weight_bytes - 1)
-    with pytest.raises(ValueError, match="not enough memory"):
+    host(weight_bytes)
+    with pytest.raises(ValueError, match="not enough memory for a KV pool"):
         make_toy_runner(max_total_tokens=None)
+
+
+def test_random_weights_that_do_not_fit_are_not_made(monkeypatch):
+    num_bytes = make_toy_runner().num_bytes.weights
+    monkeypatch.setattr(load, "host_memory", lambda: Memory(num_bytes, num_bytes - 1))
+    monkeypatch.setattr(load, "load_parameters", None)
+    with pytest.raises(ValueError, match=r"not enough memory for random weights: they take 0\.00 GiB"):
+        make_toy_runner()
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3"])
