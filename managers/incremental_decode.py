@@ -32,16 +32,16 @@ class IncrementalDecoder:
     With a byte-level vocabulary, all pushes and `finish` together return exactly `tokenizer.decode` of all ids,
     in whatever pieces the ids come. Bytes that form no character become U+FFFD as soon as that is certain.
 
-    shown: special tokens that are not skipped. Only tokenizers with `token_bytes` can show some special tokens.
+    shown: special tokens that are not skipped.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: Iterable[int] = ()) -> None:
         stream: _Stream
+        hidden = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset()
         if tokenizer.token_bytes is not None:
-            hidden = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset()
             stream = _ByteStream(tokenizer.token_bytes, hidden)
         else:
-            stream = _WindowStream(tokenizer, skip_special_tokens)
+            stream = _WindowStream(tokenizer, hidden)
         self.push: Callable[[Iterable[int]], str] = stream.push
         """The text that later ids cannot change. Raises OverflowError for an id that no vocabulary can have."""
         self.holds_back: Callable[[], bool] = stream.holds_back
@@ -80,14 +80,14 @@ class _WindowStream:
     New text that ends in U+FFFD may be an incomplete character, so it waits for a few more tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden = hidden
         self._window: list[int] = []
         self._num_shown = 0
 
     def push(self, ids: Iterable[int]) -> str:
-        return "".join([self._push_one(token) for token in ids])
+        return "".join([self._push_one(token) for token in ids if token not in self._hidden])
 
     def _push_one(self, token: int) -> str:
         self._window.append(token)
@@ -103,7 +103,7 @@ class _WindowStream:
         return self._decode(self._window)[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def holds_back(self) -> bool:
         return len(self._window) > self._num_shown

@@ -123,10 +123,22 @@ def test_other_decoders_show_all_of_a_text(text):
     assert decode(tokenizer, ids, list(range(0, 100, 3))) == tokenizer.decode(ids)
 
 
+def test_other_decoders_hide_and_show_special_tokens():
+    tokenizer = wordpiece_tokenizer()
+    end, unknown = tokenizer.token_to_id("</s>"), tokenizer.token_to_id("[UNK]")
+    the, in_word = tokenizer.encode("the hello", add_special_tokens=False)[:2]
+    ids = [the, *[end] * 20, unknown, in_word]
+    for skip in (True, False):
+        assert decode(tokenizer, ids, list(range(40)), skip) == tokenizer.decode(ids, skip)
+    shows = IncrementalDecoder(tokenizer, shown=[unknown])
+    assert shows.push(ids) + shows.finish() == tokenizer.decode([the, unknown, in_word], skip_special_tokens=False)
+
+
 class CountingTokenizer:
     """A tokenizer whose text never becomes valid, and which counts the ids that it was given to decode."""
 
     token_bytes = None
+    special_ids = frozenset()
 
     def __init__(self) -> None:
         self.num_decoded = 0

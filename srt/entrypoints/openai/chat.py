@@ -86,7 +86,7 @@ async def run_chat(
             raise
         message = error.message.replace("structural_tag", plan.constrained_by)
         raise InvalidRequest(message, param=plan.constrained_by) from None
-    plan, sampling = see_marks(plan, sampling, server.manager.inputs.tokenizer)
+    plan = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
     # An answer with many log probabilities is written in a thread, and the manager belongs to the event loop.
     loop, tell = asyncio.get_running_loop(), server.manager.on_tool_call

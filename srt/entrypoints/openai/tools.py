@@ -153,34 +153,23 @@ def _json_form(schema: str | dict[str, Any], field: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": decoded}
 
 
-def see_marks(
-    plan: AnswerPlan, sampling: SamplingParams, tokenizer: Tokenizer | None
-) -> tuple[AnswerPlan, SamplingParams]:
-    """Finds the marks of the formats among the tokens, and makes those visible that are special tokens.
-
-    If the detokenizer cannot leave out single tokens, it leaves no special token out, and the parser leaves out their
-    names.
-    """
+def see_marks(plan: AnswerPlan, sampling: SamplingParams, tokenizer: Tokenizer | None) -> AnswerPlan:
+    """Finds the marks of the formats among the tokens, and makes those visible that are special tokens."""
     form = plan.form
     if form is None or tokenizer is None:
-        return plan, sampling
+        return plan
     ends = map(tokenizer.token_to_id, form.reasoning_ends())
     plan = plan._replace(reasoning_ends=frozenset(token for token in ends if token is not None))
     if sampling.grammar is not None:
         form, span = _under_grammar(plan, form, sampling, tokenizer)
         plan = plan._replace(form=form, before_grammar=span)
-    if not sampling.skip_special_tokens:
-        return plan, sampling
     marks = form.marks()
-    if not marks & tokenizer.special_texts:
-        return plan, sampling
-    if tokenizer.token_bytes is not None:
-        further = (form.ends() - marks) & tokenizer.special_texts
-        shown = map(tokenizer.token_to_id, sorted(marks & tokenizer.special_texts | further))
-        shown_tokens = tuple(token for token in shown if token is not None)
-        return plan._replace(form=form._replace(dropped=tuple(sorted(further))), shown_tokens=shown_tokens), sampling
-    form = form._replace(dropped=tuple(sorted(tokenizer.special_texts - marks)))
-    return plan._replace(form=form), msgspec.structs.replace(sampling, skip_special_tokens=False)
+    if not sampling.skip_special_tokens or not marks & tokenizer.special_texts:
+        return plan
+    further = (form.ends() - marks) & tokenizer.special_texts
+    shown = map(tokenizer.token_to_id, sorted(marks & tokenizer.special_texts | further))
+    shown_tokens = tuple(token for token in shown if token is not None)
+    return plan._replace(form=form._replace(dropped=tuple(sorted(further))), shown_tokens=shown_tokens)
 
 
 def _under_grammar(
