@@ -67,7 +67,7 @@ class QuantizedWeight(NamedTuple):
 
     def with_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         """Apply `change` to the rows of all tensors. It may move, add or remove rows."""
-        return QuantizedWeight(*(None if x is None else change(x) for x in self))
+        return self._with(change)
 
     def with_columns(self, columns: slice) -> QuantizedWeight:
         """Take these columns, which are whole groups, in the K forms whole super-blocks."""
@@ -76,7 +76,12 @@ class QuantizedWeight(NamedTuple):
             width = self.values.shape[1] // x.shape[1]
             return x[:, columns.start // width : columns.stop // width]
 
-        return QuantizedWeight(*(None if x is None else part(x) for x in self))
+        return self._with(part)
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
+        minima = None if self.minima is None else change(self.minima)
+        factors = None if self.factors is None else change(self.factors)
+        return QuantizedWeight(change(self.values), change(self.scales), minima, factors)
 
 
 def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:
@@ -90,7 +95,14 @@ def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:
 
 def stacked(weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
     """Concatenate the rows of several weights of the same form."""
-    return QuantizedWeight(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*weights, strict=True)))
+    parts = list(weights)
+    values, scales, minima, factors = ([x for x in tensors if x is not None] for tensors in zip(*parts, strict=True))
+    return QuantizedWeight(
+        torch.cat(values),
+        torch.cat(scales),
+        torch.cat(minima) if minima else None,
+        torch.cat(factors) if factors else None,
+    )
 
 
 def _quantize(groups: torch.Tensor, form: str) -> QuantizedWeight:

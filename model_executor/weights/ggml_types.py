@@ -190,8 +190,13 @@ def _k_weight(
     values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, *factors: torch.Tensor
 ) -> QuantizedWeight:
     """A weight of a K type. All arguments begin with the dimensions [rows, blocks of a row]."""
-    integers = (x if x is None else x.contiguous().view(torch.int8).flatten(1) for x in (scales, minima))
-    return QuantizedWeight(values.flatten(1), *integers, torch.stack(factors, -1))
+
+    def integers(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view(torch.int8).flatten(1)
+
+    return QuantizedWeight(
+        values.flatten(1), integers(scales), None if minima is None else integers(minima), torch.stack(factors, -1)
+    )
 
 
 def _half_groups(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
