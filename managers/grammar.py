@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ..model_executor.step import num_mask_words
+from ..srt.arrays import Int32Array
 from ..srt.errors import InvalidRequest
 from ..srt.grammar_spec import GrammarSpec
 from ..srt.sampling_params import SamplingParams
@@ -26,7 +26,6 @@ from ..srt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
 NUM_BITS = 32
 """Tokens in one word of a mask. Bit i of word w is token 32 * w + i."""

@@ -15,9 +15,10 @@ import json
 import re
 from typing import Any, Literal
 
+from ..srt.arrays import Int32Array
 from ..srt.errors import InvalidRequest
 from ..srt.grammar_spec import GrammarSpec
-from .grammar import Grammar, GrammarCompiler, GrammarFailed, Int32Array, Matcher, Vocabulary, invalid
+from .grammar import Grammar, GrammarCompiler, GrammarFailed, Matcher, Vocabulary, invalid
 from .json_schema import closed, is_any, is_plain, load_schema, with_real_days
 from .structural_tag import form_of, lark_of, schemas_in
 

@@ -16,18 +16,16 @@ from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from ..mem_cache.allocator import BaseAllocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult, RetentionOwner
 from ..mem_cache.block_events import BlockEvents
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..srt.arrays import Int32Array
 from ..srt.request_options import RequestOptions
 from .kv_tiers import KVTiers
 from .req import Req
-
-Int32Array = npt.NDArray[np.int32]
 
 
 class KVCacheManager:

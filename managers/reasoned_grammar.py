@@ -6,8 +6,9 @@ grammar always follows. All masks of the reasoning are one array, so they cost n
 
 from __future__ import annotations
 
+from ..srt.arrays import Int32Array
 from ..srt.grammar_spec import ReasoningSpan
-from .grammar import Grammar, Int32Array, Matcher, Vocabulary, mask_of_all
+from .grammar import Grammar, Matcher, Vocabulary, mask_of_all
 
 
 class ReasonedGrammar:

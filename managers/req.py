@@ -8,10 +8,10 @@ from enum import Enum
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ..mem_cache.base_prefix_cache import CacheNode, Lookup
 from ..model_executor.step import NewRow
+from ..srt.arrays import Int32Array
 from ..srt.io_struct import (
     AbortFinish,
     Counts,
@@ -30,7 +30,6 @@ from .req_logprobs import ReqLogprobs
 from .req_pooling import ReqPooling
 from .req_tiers import ReqTiers
 
-Int32Array = npt.NDArray[np.int32]
 MAX_FORCED = 32
 """Forced tokens that follow one sampled token at most. Other requests wait while their masks are computed, and while a
 step computes them."""

@@ -20,8 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from .page_ledger import PageLedger
 
 # Most units that a refill takes from the stack, unless one allocation needs more. Sorting them takes less than half a
@@ -40,9 +40,9 @@ class _FreeList:
         self.first_unused = 1
         """The lowest unit that was never allocated, and neither was any above it."""
         # Read-only: a refill makes a new array.
-        self._run: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._run: Int32Array = np.empty(0, dtype=np.int32)
         self._run_start = 0
-        self._returned: npt.NDArray[np.int32] = np.empty(num_units, dtype=np.int32)
+        self._returned: Int32Array = np.empty(num_units, dtype=np.int32)
         self._num_returned = 0
 
     def clear(self) -> None:
@@ -51,7 +51,7 @@ class _FreeList:
         self._num_returned = 0
         self.num_free = self.num_units
 
-    def take(self, count: int) -> npt.NDArray[np.int32]:
+    def take(self, count: int) -> Int32Array:
         """Allocate `count` units, at most `num_free`. Returns int32 [count], ascending."""
         num_missing = count - (len(self._run) - self._run_start)
         if num_missing > 0 and self._num_returned:
@@ -68,7 +68,7 @@ class _FreeList:
             taken = np.concatenate((taken, new)) if len(taken) else new
         return taken
 
-    def give(self, units: npt.NDArray[np.int32]) -> None:
+    def give(self, units: Int32Array) -> None:
         """Take back allocated units, in any order."""
         end = self._num_returned + len(units)
         assert self.num_free + len(units) <= self.num_units, "more was freed than was ever allocated"
@@ -76,7 +76,7 @@ class _FreeList:
         self._num_returned = end
         self.num_free += len(units)
 
-    def slices(self) -> Iterator[npt.NDArray[np.int32]]:
+    def slices(self) -> Iterator[Int32Array]:
         """Yield all free units, in no particular order, in read-only arrays of at most `_MAX_SLICE_UNITS` units."""
         for units in (self._run[self._run_start :], self._returned[: self._num_returned]):
             for start in range(0, len(units), _MAX_SLICE_UNITS):
@@ -123,16 +123,16 @@ class BaseAllocator(ABC):
         return self._free.first_unused * self.page_size
 
     @abstractmethod
-    def tokens_needed(self, prefix_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
+    def tokens_needed(self, prefix_lens: Int32Array, seq_lens: Int32Array) -> int:
         """Tokens that an allocation from `prefix_lens` to `seq_lens` takes from `num_free`. Both are int32 [B]."""
 
     @abstractmethod
     def alloc_extend(
         self,
-        prefix_lens: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
-        last_slots: npt.NDArray[np.int32],
-    ) -> npt.NDArray[np.int32] | None:
+        prefix_lens: Int32Array,
+        seq_lens: Int32Array,
+        last_slots: Int32Array,
+    ) -> Int32Array | None:
         """Allocate slots for positions [prefix_lens[i], seq_lens[i]) of each sequence i.
 
         All arguments are int32 [B]. `last_slots[i]` is the slot of position `prefix_lens[i] - 1`; the rest of its page
@@ -142,9 +142,7 @@ class BaseAllocator(ABC):
         """
 
     @abstractmethod
-    def alloc_decode(
-        self, seq_lens: npt.NDArray[np.int32], last_slots: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32] | None:
+    def alloc_decode(self, seq_lens: Int32Array, last_slots: Int32Array) -> Int32Array | None:
         """Allocate one more slot for each sequence: int32 [B], or None when the free pages do not suffice for all.
 
         `seq_lens`: int32 [B], lengths with the new token. `last_slots`: int32 [B], slot of the token before the new
@@ -152,7 +150,7 @@ class BaseAllocator(ABC):
         """
 
     @abstractmethod
-    def free(self, slots: npt.NDArray[np.int32]) -> None:
+    def free(self, slots: Int32Array) -> None:
         """Free the pages of `slots`: int32 [n], in any order. The array is copied.
 
         The caller must own the whole of each page. A page named several times in one call is freed once; a page freed
@@ -163,12 +161,12 @@ class BaseAllocator(ABC):
         """Make every slot free again."""
         self._free.clear()
 
-    def audit(self, owned_slots: npt.NDArray[np.int32]) -> None:
+    def audit(self, owned_slots: Int32Array) -> None:
         """Run `audit_slices` to its end. `owned_slots`: int32 [m], all slots that are allocated."""
         for _ in self.audit_slices([owned_slots]):
             pass
 
-    def audit_slices(self, owned_slots: Iterable[npt.NDArray[np.int32]]) -> Iterator[None]:
+    def audit_slices(self, owned_slots: Iterable[Int32Array]) -> Iterator[None]:
         """Check that each page of the pool is either free or owned, and only once.
 
         Yields after each array of `owned_slots` and after each `_MAX_SLICE_UNITS` free pages. The caller must not
@@ -196,25 +194,23 @@ class TokenToKVPoolAllocator(BaseAllocator):
     def __init__(self, size: int) -> None:
         super().__init__(size, page_size=1)
 
-    def tokens_needed(self, prefix_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
+    def tokens_needed(self, prefix_lens: Int32Array, seq_lens: Int32Array) -> int:
         return int((seq_lens - prefix_lens).sum())
 
     def alloc_extend(
         self,
-        prefix_lens: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
-        last_slots: npt.NDArray[np.int32],
-    ) -> npt.NDArray[np.int32] | None:
+        prefix_lens: Int32Array,
+        seq_lens: Int32Array,
+        last_slots: Int32Array,
+    ) -> Int32Array | None:
         count = int((seq_lens - prefix_lens).sum())
         return None if count > self._free.num_free else self._free.take(count)
 
-    def alloc_decode(
-        self, seq_lens: npt.NDArray[np.int32], last_slots: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32] | None:
+    def alloc_decode(self, seq_lens: Int32Array, last_slots: Int32Array) -> Int32Array | None:
         count = len(seq_lens)
         return None if count > self._free.num_free else self._free.take(count)
 
-    def free(self, slots: npt.NDArray[np.int32]) -> None:
+    def free(self, slots: Int32Array) -> None:
         self._free.give(slots)
 
 
@@ -225,19 +221,19 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         super().__init__(size, page_size)
         self._page_offsets = np.arange(page_size, dtype=np.int32)
 
-    def _num_pages(self, num_tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _num_pages(self, num_tokens: Int32Array) -> Int32Array:
         """The number of pages that hold `num_tokens` tokens, elementwise."""
         return (num_tokens + (self.page_size - 1)) // self.page_size
 
-    def tokens_needed(self, prefix_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
+    def tokens_needed(self, prefix_lens: Int32Array, seq_lens: Int32Array) -> int:
         return int((self._num_pages(seq_lens) - self._num_pages(prefix_lens)).sum()) * self.page_size
 
     def alloc_extend(
         self,
-        prefix_lens: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
-        last_slots: npt.NDArray[np.int32],
-    ) -> npt.NDArray[np.int32] | None:
+        prefix_lens: Int32Array,
+        seq_lens: Int32Array,
+        last_slots: Int32Array,
+    ) -> Int32Array | None:
         page_size = self.page_size
         num_pages_after = self._num_pages(seq_lens)
         num_new = int((num_pages_after - self._num_pages(prefix_lens)).sum())
@@ -262,23 +258,21 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         shift = touched_start * page_size + first_page_used - (ends - lens)
         wanted = np.repeat(shift, lens)
         wanted += np.arange(len(wanted))
-        slots: npt.NDArray[np.int32] = page_slots[wanted]
+        slots: Int32Array = page_slots[wanted]
         return slots
 
-    def alloc_decode(
-        self, seq_lens: npt.NDArray[np.int32], last_slots: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32] | None:
+    def alloc_decode(self, seq_lens: Int32Array, last_slots: Int32Array) -> Int32Array | None:
         # A page is full when the length before the new token is a multiple of the page size.
         needs_page = seq_lens % self.page_size == (1 % self.page_size)
         num_new = int(np.count_nonzero(needs_page))
         if num_new > self._free.num_free:
             return None
-        slots: npt.NDArray[np.int32] = last_slots + 1
+        slots: Int32Array = last_slots + 1
         if num_new:
             slots[needs_page] = self._free.take(num_new) * self.page_size
         return slots
 
-    def free(self, slots: npt.NDArray[np.int32]) -> None:
+    def free(self, slots: Int32Array) -> None:
         if not len(slots):
             return
         pages = slots // self.page_size

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from ..srt.view_parts import HotPrefix
 
 
@@ -27,7 +27,7 @@ class CacheNode:
 class MatchResult:
     """The longest cached prefix. `slots`: int32 [n], n page aligned; `node`: the end of the prefix."""
 
-    slots: npt.NDArray[np.int32]
+    slots: Int32Array
     node: CacheNode
 
 
@@ -77,33 +77,33 @@ class BasePrefixCache(ABC):
     protected_size: int
 
     @abstractmethod
-    def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
+    def match(self, tokens: Int32Array, namespace: str = "") -> MatchResult:
         """Find the longest cached prefix of tokens: int32 [n]. Counts as an access. The cache still owns the slots."""
 
     @abstractmethod
-    def look_up(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> Lookup:
+    def look_up(self, tokens: Int32Array, namespace: str = "") -> Lookup:
         """The number of slots that `match` would return. Has no effect on the cache; the queue is ordered by it."""
 
-    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+    def match_len(self, tokens: Int32Array, namespace: str = "") -> int:
         """The length of `look_up`."""
         return self.look_up(tokens, namespace).length
 
     @abstractmethod
-    def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
+    def match_path(self, tokens: Int32Array, namespace: str = "") -> tuple[Sequence[CacheNode], int]:
         """The nodes of the longest cached prefix, first part first, and its length. Has no effect on the cache.
 
         The last node may match only in part. So these nodes may be compared, but not locked.
         """
 
     @abstractmethod
-    def evictable_match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+    def evictable_match_len(self, tokens: Int32Array, namespace: str = "") -> int:
         """Tokens of the longest cached prefix that no request has locked. Has no effect on the cache."""
 
     @abstractmethod
     def insert(
         self,
-        tokens: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int32],
+        tokens: Int32Array,
+        slots: Int32Array,
         namespace: str = "",
     ) -> InsertResult:
         """Offer the KV of tokens: int32 [n], stored in slots: int32 [n], to the cache. Counts as an access.
@@ -139,7 +139,7 @@ class BasePrefixCache(ABC):
         """Free at least `num_tokens` tokens, or all that are evictable. Returns the number of freed tokens."""
 
     @abstractmethod
-    def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
+    def discard(self, tokens: Int32Array, kept_len: int, namespace: str = "") -> None:
         """Remove the KV of tokens: int32 [n] from position `kept_len` on, and all KV that continues it.
 
         `kept_len` is page aligned. No later `match` finds removed KV. Unlocked KV is freed at once. Locked KV counts as
@@ -150,7 +150,7 @@ class BasePrefixCache(ABC):
     def is_discarded(self, node: CacheNode) -> bool:
         """Whether the prefix of this locked node was discarded. KV that continues it must then not be inserted."""
 
-    def retain(self, tokens: npt.NDArray[np.int32], seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
+    def retain(self, tokens: Int32Array, seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
         """Keep what is cached of tokens: int32 [n] for `seconds` longer than its last access would keep it.
 
         It can still be evicted. It takes the place of the last retention of the same session. 0 seconds only end that
@@ -178,12 +178,12 @@ class BasePrefixCache(ABC):
     def reset(self) -> None:
         """Forget all prefixes, locks and handles. The slots are not freed: the caller clears the allocator."""
 
-    def audit(self) -> npt.NDArray[np.int32]:
+    def audit(self) -> Int32Array:
         """Run `audit_slices` to its end. Returns all slots of the cache: int32 [evictable + protected]."""
         return np.concatenate([np.empty(0, dtype=np.int32), *self.audit_slices()])
 
     @abstractmethod
-    def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
+    def audit_slices(self) -> Iterator[Int32Array]:
         """Recompute the sizes, locks and structure in slices of bounded work. Yields the slots found by each slice.
 
         The cache must not change before the last slice. Raises AssertionError when a size, a lock or the structure is

@@ -11,7 +11,8 @@ import hashlib
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from ..srt.arrays import Int32Array
 
 KEY_BYTES = 32
 
@@ -51,28 +52,28 @@ class BlockKeys:
         self._first = self._before = first_key(identity, namespace)
         self._block_len = block_len
 
-    def key(self, tokens: npt.NDArray[np.int32], index: int) -> bytes | None:
+    def key(self, tokens: Int32Array, index: int) -> bytes | None:
         """The key of one block of `tokens`, or None if they do not fill it. Hashes only what is before its end."""
         if (index + 1) * self._block_len > len(tokens):
             return None
         self._hash_up_to(tokens, index + 1)
         return self.keys[index]
 
-    def cover(self, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+    def cover(self, tokens: Int32Array) -> list[bytes]:
         """The keys of the whole blocks of `tokens`: int32 [n], which continue the tokens of earlier calls."""
         assert tokens.dtype == np.int32
         num_blocks = len(tokens) // self._block_len
         self._hash_up_to(tokens, num_blocks)
         return self.keys[:num_blocks]
 
-    def _hash_up_to(self, tokens: npt.NDArray[np.int32], num_blocks: int) -> None:
+    def _hash_up_to(self, tokens: Int32Array, num_blocks: int) -> None:
         for index in range(len(self.keys), num_blocks):
             block = tokens[index * self._block_len : (index + 1) * self._block_len]
             self._before = _hash(self._before + block.tobytes())
             self.places[self._before] = index
             self.keys.append(self._before)
 
-    def content(self, tokens: npt.NDArray[np.int32], index: int) -> BlockContent:
+    def content(self, tokens: Int32Array, index: int) -> BlockContent:
         """What one key stands for, of a block that `cover` has had."""
         block = tokens[index * self._block_len : (index + 1) * self._block_len]
         return BlockContent(self.keys[index - 1] if index else self._first, self._namespace, block.tobytes())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from ..srt.view_parts import HotPrefix
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, Lookup, MatchResult
 
@@ -31,22 +31,22 @@ class ChunkCache(BasePrefixCache):
         self._no_match = MatchResult(slots=np.empty(0, dtype=np.int32), node=CacheNode())
         self._nothing = _Nothing()
 
-    def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
+    def match(self, tokens: Int32Array, namespace: str = "") -> MatchResult:
         return self._no_match
 
-    def look_up(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> Lookup:
+    def look_up(self, tokens: Int32Array, namespace: str = "") -> Lookup:
         return self._nothing
 
-    def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
+    def match_path(self, tokens: Int32Array, namespace: str = "") -> tuple[Sequence[CacheNode], int]:
         return (), 0
 
-    def evictable_match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+    def evictable_match_len(self, tokens: Int32Array, namespace: str = "") -> int:
         return 0
 
     def insert(
         self,
-        tokens: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int32],
+        tokens: Int32Array,
+        slots: Int32Array,
         namespace: str = "",
     ) -> InsertResult:
         return InsertResult(duplicate_len=0, taken_len=0, node=self._no_match.node)
@@ -66,7 +66,7 @@ class ChunkCache(BasePrefixCache):
     def evict(self, num_tokens: int) -> int:
         return 0
 
-    def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
+    def discard(self, tokens: Int32Array, kept_len: int, namespace: str = "") -> None:
         """Does nothing: there is no KV to discard."""
 
     def is_discarded(self, node: CacheNode) -> bool:
@@ -78,5 +78,5 @@ class ChunkCache(BasePrefixCache):
     def reset(self) -> None:
         """Does nothing: there is no KV to forget."""
 
-    def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
+    def audit_slices(self) -> Iterator[Int32Array]:
         return iter(())

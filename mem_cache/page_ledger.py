@@ -7,6 +7,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
+
 _MAX_NAMED = 16
 """Most pages that an error names."""
 
@@ -28,13 +30,13 @@ class PageLedger:
         # np.zeros takes memory only where it is written, so a new ledger for millions of pages is cheap.
         self._uses: npt.NDArray[np.uint8] = np.zeros(num_pages + 1, dtype=np.uint8)
 
-    def add_free(self, pages: npt.NDArray[np.int32]) -> None:
+    def add_free(self, pages: Int32Array) -> None:
         """Record pages: int32 [n] of the allocator's free list."""
         pages = np.sort(pages)
         _check_distinct(pages, "pages freed twice")
         self._add(pages, PageUse.FREE)
 
-    def add_owned(self, slots: npt.NDArray[np.int32], page_size: int) -> None:
+    def add_owned(self, slots: Int32Array, page_size: int) -> None:
         """Record the pages of slots: int32 [n], which are allocated. The slots of one page must be in one call."""
         slots = np.sort(slots)
         _check_distinct(slots, "slots owned twice")
@@ -47,7 +49,7 @@ class PageLedger:
             leaked = np.flatnonzero(self._uses[1:] == PageUse.UNKNOWN) + 1
             raise AssertionError(f"{len(leaked)} pages neither free nor owned: {leaked[:_MAX_NAMED].tolist()}")
 
-    def _add(self, pages: npt.NDArray[np.int32], use: PageUse) -> None:
+    def _add(self, pages: Int32Array, use: PageUse) -> None:
         """Record `pages`, which are sorted and distinct."""
         if len(pages) and (pages[0] < 1 or pages[-1] > self._num_pages):
             raise AssertionError("a slot outside the pool, or of the dummy page, is free or owned")
@@ -61,7 +63,7 @@ class PageLedger:
         self._num_known += len(pages)
 
 
-def _check_distinct(values: npt.NDArray[np.int32], what: str) -> None:
+def _check_distinct(values: Int32Array, what: str) -> None:
     """Raise AssertionError when `values`, which are sorted, contain an equal pair."""
     twice = values[1:][values[1:] == values[:-1]]
     if len(twice):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from .radix_node import EMPTY, RadixNode
 
 if TYPE_CHECKING:  # the cache imports this file
@@ -18,10 +18,8 @@ _SLICE_WORK = 32768
 _NODE_WORK = 256
 """Work of a visit to a tree node, in the same unit."""
 
-Slots = npt.NDArray[np.int32]
 
-
-def audit_slices(cache: RadixCache) -> Iterator[Slots]:
+def audit_slices(cache: RadixCache) -> Iterator[Int32Array]:
     """Audit `cache`, as `BasePrefixCache.audit_slices` describes."""
     audit = _RadixAudit(cache)
     yield from audit.check_tree()
@@ -43,9 +41,9 @@ class _RadixAudit:
         self._num_retained = 0
         # Work and slots of the current slice.
         self._work = 0
-        self._slots: list[Slots] = []
+        self._slots: list[Int32Array] = []
 
-    def check_tree(self) -> Iterator[Slots]:
+    def check_tree(self) -> Iterator[Int32Array]:
         """Visit each node of the tree. Yields the slots found."""
         root = self._cache._root
         _check(root.parent is None and not len(root.tokens) and not root.slots.size, "the root is empty")
@@ -78,7 +76,7 @@ class _RadixAudit:
             yield from self._spend(_NODE_WORK)
         yield self._end_slice()
 
-    def check_discarded(self) -> Iterator[Slots]:
+    def check_discarded(self) -> Iterator[Int32Array]:
         """Visit the discarded nodes, which are locked and no longer in the tree. Yields the slots found."""
         root = self._cache._root
         for node in self._cache._discarded:
@@ -90,7 +88,7 @@ class _RadixAudit:
             yield from self._spend(_NODE_WORK)
         yield self._end_slice()
 
-    def check_heap(self) -> Iterator[Slots]:
+    def check_heap(self) -> Iterator[Int32Array]:
         """Visit each entry of the heap. Yields empty arrays."""
         cache = self._cache
         _check(len(cache._heap) <= cache._max_heap_len, "the heap is bounded")
@@ -131,7 +129,7 @@ class _RadixAudit:
         _check(bool(node.ticket) == is_evictable_leaf, "the leaves without locks have tickets")
         self._num_leaves += is_evictable_leaf
 
-    def _check_edge(self, node: RadixNode) -> Iterator[Slots]:
+    def _check_edge(self, node: RadixNode) -> Iterator[Int32Array]:
         page_size = self._cache.page_size
         num_tokens = len(node.tokens)
         _check(num_tokens > 0 and num_tokens % page_size == 0, "an edge is whole pages")
@@ -146,12 +144,12 @@ class _RadixAudit:
             self._slots.append(slots)
             yield from self._spend(len(slots))
 
-    def _spend(self, work: int) -> Iterator[Slots]:
+    def _spend(self, work: int) -> Iterator[Int32Array]:
         self._work += work
         if self._work >= _SLICE_WORK:
             yield self._end_slice()
 
-    def _end_slice(self) -> Slots:
+    def _end_slice(self) -> Int32Array:
         slots = np.concatenate([EMPTY, *self._slots])
         self._slots = []
         self._work = 0

@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from ..srt.view_parts import HotPrefix
 from .allocator import BaseAllocator
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, Lookup, MatchResult, RetentionOwner
@@ -97,27 +97,27 @@ class RadixCache(BasePrefixCache):
 
     # Lookup and insertion
 
-    def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
+    def match(self, tokens: Int32Array, namespace: str = "") -> MatchResult:
         path, matched_len = self._descend(tokens, namespace)
         if not matched_len:
             return MatchResult(EMPTY, self._root)
         self._touch(path)
         return MatchResult(np.concatenate([node.slots for node in path]), path[-1])
 
-    def look_up(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> Lookup:
+    def look_up(self, tokens: Int32Array, namespace: str = "") -> Lookup:
         return look_up(self, self._root, tokens, namespace)
 
-    def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
+    def match_path(self, tokens: Int32Array, namespace: str = "") -> tuple[Sequence[CacheNode], int]:
         return find(self._root, tokens, namespace, self.page_size)[:2]
 
-    def evictable_match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+    def evictable_match_len(self, tokens: Int32Array, namespace: str = "") -> int:
         path, length, _ = find(self._root, tokens, namespace, self.page_size)
         return max(length - sum(len(node.tokens) for node in path if node.lock_count), 0)
 
     def insert(
         self,
-        tokens: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int32],
+        tokens: Int32Array,
+        slots: Int32Array,
         namespace: str = "",
     ) -> InsertResult:
         assert len(tokens) == len(slots) and slots.dtype == np.int32
@@ -130,7 +130,7 @@ class RadixCache(BasePrefixCache):
             end = self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len])
         return InsertResult(duplicate_len, taken_len, end)
 
-    def retain(self, tokens: npt.NDArray[np.int32], seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
+    def retain(self, tokens: Int32Array, seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
         assert self.retentions is not None, "the eviction policy honours no retention"
         self._tick = self.retentions.lapse(self._tick)
         excess, length = 0, self.retentions.max_tokens
@@ -140,7 +140,7 @@ class RadixCache(BasePrefixCache):
             if not excess:
                 return
 
-    def _descend(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int]:
+    def _descend(self, tokens: Int32Array, namespace: str) -> tuple[list[RadixNode], int]:
         """Walk down as `find` does, and split the last node at the end of the match: all nodes then match whole."""
         path, matched_len, matched_in_last = find(self._root, tokens, namespace, self.page_size)
         if path and matched_in_last < len(path[-1].tokens):
@@ -192,7 +192,7 @@ class RadixCache(BasePrefixCache):
             self._root.children[key] = node
         return node
 
-    def _add_leaf(self, parent: RadixNode, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> RadixNode:
+    def _add_leaf(self, parent: RadixNode, tokens: Int32Array, slots: Int32Array) -> RadixNode:
         key = tokens[: self.page_size].tobytes()
         leaf = RadixNode(parent, key, tokens.copy(), slots.copy(), self._tick)
         parent.children[key] = leaf
@@ -256,7 +256,7 @@ class RadixCache(BasePrefixCache):
     def evict(self, num_tokens: int) -> int:
         """Evict leaves in the order of the policy. The last leaf loses only the pages that are needed, from its end."""
         page_size = self.page_size
-        freed: list[npt.NDArray[np.int32]] = []
+        freed: list[Int32Array] = []
         num_freed = 0
         if self.retentions is not None:
             self._tick = self.retentions.lapse(self._tick)
@@ -304,7 +304,7 @@ class RadixCache(BasePrefixCache):
             self._push(parent)
 
     @staticmethod
-    def _clear_node(node: RadixNode) -> npt.NDArray[np.int32]:
+    def _clear_node(node: RadixNode) -> Int32Array:
         """Invalidate a node that is no longer in the tree. Returns its slots."""
         slots = node.slots
         # Void heap entries may keep the node in memory for a while. They must not keep its arrays.
@@ -332,7 +332,7 @@ class RadixCache(BasePrefixCache):
 
     # Discarding
 
-    def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
+    def discard(self, tokens: Int32Array, kept_len: int, namespace: str = "") -> None:
         assert kept_len % self.page_size == 0
         path, matched_len = self._descend(tokens[:kept_len], namespace)
         parent = path[-1] if path else self._root.children.get(namespace_key(namespace))
@@ -376,5 +376,5 @@ class RadixCache(BasePrefixCache):
     def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:
         return hottest(self._root.children.get(namespace_key("")), max_prefixes, max_tokens)
 
-    def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
+    def audit_slices(self) -> Iterator[Int32Array]:
         return audit_slices(self)

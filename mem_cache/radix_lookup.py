@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from .base_prefix_cache import Lookup
 from .radix_node import RadixNode, common_len
 
@@ -43,9 +43,7 @@ class RadixLookup(Lookup):
         )
 
 
-def find(
-    root: RadixNode, tokens: npt.NDArray[np.int32], namespace: str, page_size: int
-) -> tuple[list[RadixNode], int, int]:
+def find(root: RadixNode, tokens: Int32Array, namespace: str, page_size: int) -> tuple[list[RadixNode], int, int]:
     """Walk down as far as the tokens match. Has no effect on the tree.
 
     Returns the nodes on the path without the namespace's node, the matched length, and the matched length within the
@@ -69,7 +67,7 @@ def find(
     return path, pos, matched_in_last
 
 
-def look_up(cache: RadixCache, root: RadixNode, tokens: npt.NDArray[np.int32], namespace: str) -> RadixLookup:
+def look_up(cache: RadixCache, root: RadixNode, tokens: Int32Array, namespace: str) -> RadixLookup:
     """See BasePrefixCache."""
     path, length, matched_in_last = find(root, tokens, namespace, cache.page_size)
     key = namespace_key(namespace)

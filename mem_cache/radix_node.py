@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from .base_prefix_cache import CacheNode
 
 if TYPE_CHECKING:  # it imports this file
     from .retention import Retention
 
-EMPTY: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+EMPTY: Int32Array = np.empty(0, dtype=np.int32)
 EMPTY.flags.writeable = False
 NO_TICKET = 0
 
@@ -44,8 +44,8 @@ class RadixNode(CacheNode):
         self,
         parent: RadixNode | None,
         key: bytes,
-        tokens: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int32],
+        tokens: Int32Array,
+        slots: Int32Array,
         tick: int,
     ) -> None:
         self.parent = parent
@@ -91,14 +91,14 @@ def freed_by_unlock(nodes: Iterable[RadixNode]) -> Iterator[int]:
         yield num_freed
 
 
-def shortened(array: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
+def shortened(array: Int32Array, length: int) -> Int32Array:
     """The first `length` elements. A copy, if a view would keep an array of more than twice that length in memory."""
     base = array if array.base is None else array.base
     assert isinstance(base, np.ndarray)
     return array[:length].copy() if 2 * length < len(base) else array[:length]
 
 
-def common_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+def common_len(a: Int32Array, b: Int32Array) -> int:
     """The length of the longest common prefix of two arrays."""
     shorter = min(len(a), len(b))
     differs = a[:shorter] != b[:shorter]

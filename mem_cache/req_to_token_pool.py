@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from ..srt.arrays import Int32Array
 
 
 class TableUpdate(NamedTuple):

@@ -14,13 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from ..srt.arrays import Int32Array
 from ..srt.kv_events import MEDIUM_DISK, MEDIUM_HOST, BlockRemoved, KVEvent
 from .block_events import TOKEN_BYTES, hash_pages, salt_of, stored_event
 from .block_keys import BlockContent
-
-Int32Array = npt.NDArray[np.int32]
 
 _MAX_ORPHANS = 1 << 14
 """They take about 1 kB each. A prompt of a million tokens has so many blocks of 64 tokens."""

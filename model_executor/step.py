@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..mem_cache.req_to_token_pool import TableUpdate
+from ..srt.arrays import Float32Array, Int32Array
 from ..srt.logprobs import LogprobOptions, Logprobs
 from ..srt.sampling_params import SamplingParams
 
@@ -43,8 +44,6 @@ __all__ = [
     "num_mask_words",
 ]
 
-Int32Array = npt.NDArray[np.int32]
-Float32Array = npt.NDArray[np.float32]
 FROM_DEVICE = -1
 """In `StepInputs.input_ids`: the row's newest token, which the runner keeps on the device."""
 

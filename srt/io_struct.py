@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import UNSET, Meta, UnsetType
 
+from .arrays import Int32Array
 from .errors import TercetError
 from .logprobs import Logprobs, NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
@@ -34,7 +34,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
+def unpack_ids(data: bytes) -> Int32Array:
     """Decode the bytes of `pack_ids`: a read-only view, int32 [n]."""
     return np.frombuffer(data, dtype=np.int32)
 

@@ -22,8 +22,8 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from .arrays import Int32Array
 from .io_struct import FinishReason, Resumed
 from .request_options import RequestOptions
 
@@ -137,12 +137,12 @@ _BEGIN = re.compile(rb"[\x90-\x9f](?:\xa7arrival|\xa5abort|\xa6retain|\xa5flush|
 """The begin of a record, as it is encoded: a short array, and its tag."""
 
 
-def narrow_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> bytes:
+def narrow_ids(ids: Int32Array, vocab_size: int) -> bytes:
     """Token ids as 2 bytes each if the vocabulary allows it, else as 4."""
     return ids.astype(np.uint16 if vocab_size <= _NARROW else np.int32).tobytes()
 
 
-def widened_ids(data: bytes, vocab_size: int) -> npt.NDArray[np.int32]:
+def widened_ids(data: bytes, vocab_size: int) -> Int32Array:
     """The token ids of `narrow_ids`: int32 [n]."""
     return np.frombuffer(data, np.uint16 if vocab_size <= _NARROW else np.int32).astype(np.int32)
 
@@ -312,7 +312,7 @@ class Recording:
                 elif not isinstance(record, Start):
                     yield record
 
-    def ids(self, data: bytes) -> npt.NDArray[np.int32]:
+    def ids(self, data: bytes) -> Int32Array:
         return widened_ids(data, self.start.vocab_size)
 
 

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...mem_cache.radix_node import common_len
+
 _NEVER = 1 << 60
 
 
@@ -83,7 +85,7 @@ class PrefixTrace:
             if child is None:
                 child = _Segment(segment, tokens.copy())
                 segment.children[tokens[:page].tobytes()] = child
-            common = _common_len(child.tokens, tokens) // page * page
+            common = common_len(child.tokens, tokens) // page * page
             if common < len(child.tokens):
                 child = self._split(child, common)
             tokens = tokens[common:]
@@ -154,9 +156,3 @@ def _path(end: _Segment) -> list[_Segment]:
         path.append(segment)
         segment = segment.parent
     return path[::-1]
-
-
-def _common_len(a: np.ndarray, b: np.ndarray) -> int:
-    shorter = min(len(a), len(b))
-    differs = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(differs[0]) if len(differs) else shorter

@@ -12,8 +12,6 @@ import numpy as np
 
 from ...srt.request_options import RequestOptions
 
-Int32Array = np.ndarray
-
 
 class Session(Protocol):
     """The client behind successive requests, which sends the next one when the last one has ended."""

@@ -6,14 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ...srt.errors import ModelNotSupported
 from ...srt.model_files.rope_config import RopeConfig
 from ..forward_batch import ForwardBatch
+from ..step import Int32Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class AttentionBackend(ABC):
         self.sliding_windows = [spec.window for spec in specs]
         """[num_layers]; None: the layer attends to all positions"""
 
-    def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int | None:
+    def num_splits(self, seq_lens: Int32Array) -> int | None:
         """The number of work units (splits) of decoding requests with these lengths: host, int32 [B].
 
         None: the steps of this backend cannot be recorded in a CUDA graph. A number promises that a DECODE step can be

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ..forward_batch import ForwardBatch
+from ..step import Int32Array
 from .base import AttentionBackend, AttentionSpec
 
 _MAX_PADDING = 2
@@ -182,7 +183,7 @@ class TorchAttentionBackend(AttentionBackend):
         return out[0].transpose(0, 1).reshape(q.shape[0], -1)
 
 
-def _similar_lengths(lengths: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int64]]:
+def _similar_lengths(lengths: Int32Array) -> list[npt.NDArray[np.int64]]:
     """Group the indices of `lengths`, for one rectangle each.
 
     Lengths within a group differ by at most a factor of _MAX_PADDING.

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
@@ -23,7 +21,7 @@ from ..kernels.skinny_linear import MAX_ROWS
 from ..kernels.store_kv import store_kv
 from ..kernels.tuning import arch_of, decode_tile, extend_tile
 from ..kernels.work_map import WorkMap, split_map
-from ..step import ForwardMode
+from ..step import ForwardMode, Int32Array
 from .base import AttentionBackend, AttentionSpec
 
 
@@ -57,7 +55,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._counts = torch.zeros(MAX_ROWS * self.num_kv_heads, dtype=torch.int32, device=kv_pool.k_buffer[0].device)
         """zeros between launches (`fused_decode`)"""
 
-    def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int:
+    def num_splits(self, seq_lens: Int32Array) -> int:
         return int((-(-seq_lens // self._decode_tile.split)).sum())
 
     def max_part_bytes(self, context_len: int) -> int:

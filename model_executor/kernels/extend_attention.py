@@ -19,9 +19,9 @@ work unit of its own, and a second kernel merges the partial results (Flash-Deco
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from ..step import Int32Array
 from .extend_kernels import BY_UNIT, IN_TURN, ONE_SPLIT, extend_kernel, extend_merge_kernel
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
 from .tuning import ExtendTile, arch_of, cdiv, extend_tile, num_multiprocessors, padded_head_dim
@@ -36,8 +36,8 @@ _MAX_PART_BYTES = 256 << 20
 def extend_work(
     extend_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    new_lens_host: npt.NDArray[np.int32],
-    seq_lens_host: npt.NDArray[np.int32],
+    new_lens_host: Int32Array,
+    seq_lens_host: Int32Array,
     num_heads: int,
     num_kv_heads: int,
     tile: ExtendTile,

@@ -14,7 +14,7 @@ from random_steps.command import scheduler_steps, shrink
 from random_steps.scheduler_case import SchedulerCase
 
 from tercet.managers.fair_policy import FairPolicy
-from tercet.managers.kv_cache_manager import Int32Array, KVCacheManager
+from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
 from tercet.managers.req import Req
@@ -23,6 +23,7 @@ from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.retention import Retentions
 from tercet.mem_cache.tier_events import TierEvents
+from tercet.srt.arrays import Int32Array
 from tercet.srt.request_options import RequestOptions
 
 NUM_STEPS = int(os.environ.get("TERCET_STEPS", "30000"))

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from random_steps.books import nodes_of
 
-from tercet.managers.kv_cache_manager import Int32Array, KVCacheManager
+from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.mem_cache.base_prefix_cache import RetentionOwner
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.radix_node import RadixNode
 from tercet.mem_cache.retention import Retention
+from tercet.srt.arrays import Int32Array
 from tercet.srt.io_struct import pack_ids
 from tercet.srt.request_options import RequestOptions
 
