@@ -70,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def launch_server(argv: Sequence[str] | None = None) -> int:
+def launch_server() -> int:
     """`python -m tercet.launch_server`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tercet.launch_server", description=_SERVE)
     _add_serve_arguments(parser)
     try:
-        return _serve(parser, parser.parse_args(argv))
+        return _serve(parser, parser.parse_args())
     except KeyboardInterrupt:
         return 130
 

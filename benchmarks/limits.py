@@ -76,17 +76,11 @@ class ModelCost:
         """Bytes that one decode step moves. `context_lens`: context length of each request, its new token included."""
         return self.weight_bytes + self.kv_bytes_per_token * sum(context_lens)
 
-    def prefill_flops(self, prompt_lens: Sequence[int], cached_lens: Sequence[int] | None = None) -> int:
-        """Operations of prefilling whole prompts and sampling one token for each.
-
-        `cached_lens`: number of cached tokens at the start of each prompt; None: no tokens are cached.
-        """
-        cached = [0] * len(prompt_lens) if cached_lens is None else cached_lens
-        new = sum(prompt_lens) - sum(cached)
-        pairs = sum(causal_pairs(end, start) for start, end in zip(cached, prompt_lens, strict=True))
+    def prefill_flops(self, prompt_lens: Sequence[int]) -> int:
+        """Operations of prefilling whole prompts and sampling one token for each."""
         return (
-            self.layer_flops_per_token * new
-            + self.attention_flops_per_pair * pairs
+            self.layer_flops_per_token * sum(prompt_lens)
+            + self.attention_flops_per_pair * sum(map(causal_pairs, prompt_lens))
             + self.head_flops_per_token * len(prompt_lens)
         )
 

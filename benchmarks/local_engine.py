@@ -24,6 +24,8 @@ from .timing import synchronize
 
 _PROMPT_ID_LIMIT = 10_000
 """Random prompts have token ids below this limit and below the vocabulary size."""
+_SEED = 0
+"""Of random prompts and contexts."""
 _NEVER = 1 << 30
 """Tokens between two outputs of a request, because nobody reads them while the clock runs."""
 _SETTLE_STEPS = 8
@@ -42,8 +44,8 @@ class DecodeTime(NamedTuple):
 class TimedEngine(LocalEngine):
     """A LocalEngine without a tokenizer, with methods that measure steps."""
 
-    def __init__(self, server_args: ServerArgs, seed: int = 0) -> None:
-        """`seed`: seed of random prompts and contexts. Dummy weights have seed 0 unless the settings give one."""
+    def __init__(self, server_args: ServerArgs) -> None:
+        """Dummy weights have seed 0 unless the settings give one."""
         super().__init__(
             server_args=dataclasses.replace(
                 server_args,
@@ -54,8 +56,7 @@ class TimedEngine(LocalEngine):
             )
         )
         self.device = self.runner.settings.device
-        self.seed = seed
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(_SEED)
         self._num_submitted = 0
 
     def random_ids(self, count: int, rng: np.random.Generator | None = None) -> Int32Array:
@@ -152,14 +153,14 @@ class DirectBatch:
     """A batch whose steps run directly on the runner. Use it only while the scheduler is idle.
 
     It has `batch_size` rows with `context_len` tokens each. The keys and values of all but the last token are random
-    numbers. Engines with the same seed give the same numbers for the same size.
+    numbers. They are the same in each engine, for the same size.
     """
 
     def __init__(self, engine: TimedEngine, batch_size: int, context_len: int, num_steps: int) -> None:
         engine.check_room(batch_size, context_len + num_steps)
         self._engine = engine
         self._runner = engine.runner
-        self._rng = np.random.default_rng(engine.seed)
+        self._rng = np.random.default_rng(_SEED)
         kv = engine.scheduler.kv
         kv.flush()
         self._table = kv.req_to_token_pool.req_to_token
@@ -227,7 +228,7 @@ class DirectBatch:
         config = self._engine.model_config
         dtype = self._runner.settings.dtype  # the pool's may be fp8, which has no random numbers
         kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=dtype)
-        numbers = torch.Generator(where.device).manual_seed(self._engine.seed)
+        numbers = torch.Generator(where.device).manual_seed(_SEED)
         for layer in range(config.num_layers):
             pool.set_kv(layer, where, *kv.normal_(generator=numbers))
 

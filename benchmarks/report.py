@@ -38,7 +38,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield _rule(" Serving Benchmark Result ", "=")
     yield _row("Backend:", result["backend"])
     yield _row("Traffic request rate:", result["request_rate"])
-    yield _row("Max request concurrency:", _or(result["max_concurrency"], "not set"))
+    yield _row("Max request concurrency:", _or_not_set(result["max_concurrency"]))
     yield _row("Successful requests:", result["completed"])
     if result["failed"]:
         yield _row("Failed requests:", result["failed"])
@@ -101,8 +101,8 @@ def _row(label: str, value: Any) -> str:
     return f"{label:<{_LABEL_WIDTH}} {shown:<10}".rstrip()
 
 
-def _or(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
+def _or_not_set(value: Any) -> Any:
+    return "not set" if value is None else value
 
 
 def _finite(value: Any) -> Any:

@@ -31,7 +31,7 @@ def use_server_threads() -> None:
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
 
-def median_s(calls: Sequence[Call], device: torch.device, *, repeat_ms: int = _REPEAT_MS) -> float:
+def median_s(calls: Sequence[Call], device: torch.device) -> float:
     """Median seconds of one call, over many rounds of all `calls`.
 
     The calls do the same work on different inputs. With enough calls, the inputs of a round do not fit into the caches.
@@ -39,11 +39,11 @@ def median_s(calls: Sequence[Call], device: torch.device, *, repeat_ms: int = _R
     device.
     """
     if device.type == "cuda":
-        return _graph_s(calls, device, repeat_ms)
+        return _graph_s(calls, device)
     for call in calls:
         call()
     rounds: list[float] = []
-    end = time.perf_counter() + repeat_ms / 1000
+    end = time.perf_counter() + _REPEAT_MS / 1000
     while len(rounds) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         for call in calls:
@@ -52,7 +52,7 @@ def median_s(calls: Sequence[Call], device: torch.device, *, repeat_ms: int = _R
     return statistics.median(rounds) / len(calls)
 
 
-def _graph_s(calls: Sequence[Call], device: torch.device, repeat_ms: int) -> float:
+def _graph_s(calls: Sequence[Call], device: torch.device) -> float:
     # Imported here: importing Triton takes half a second, and only a GPU needs it.
     from triton.testing import do_bench
 
@@ -66,5 +66,5 @@ def _graph_s(calls: Sequence[Call], device: torch.device, repeat_ms: int) -> flo
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-    milliseconds = do_bench(graph.replay, warmup=_WARMUP_MS, rep=repeat_ms, return_mode="median")
+    milliseconds = do_bench(graph.replay, warmup=_WARMUP_MS, rep=_REPEAT_MS, return_mode="median")
     return float(milliseconds) / 1000 / len(calls)

@@ -153,9 +153,9 @@ class StepCostModel:
     _DECODES_PER_SOLUTION = 8
     """Decode steps tell little that is new, so not each of them is worth a solution."""
 
-    def __init__(self, prior: StepCost = PRIOR) -> None:
-        self._cost = prior
-        self._theta = [value * scale for value, scale in zip(prior, _SCALES, strict=True)]
+    def __init__(self) -> None:
+        self._cost = PRIOR
+        self._theta = [value * scale for value, scale in zip(PRIOR, _SCALES, strict=True)]
         size = len(self._theta)
         # Of decode steps and of extend steps: the normal equations, sums of z * z and of z, where z is the scaled
         # features divided by the seconds that the step took or should have taken.

@@ -28,6 +28,8 @@ from .model_files import DEFAULT, TOY, ModelFiles, model_files
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _TOY_LAYERS, _TOY_HIDDEN, _TOY_MLP, _TOY_HEADS, _TOY_KV_HEADS, _TOY_HEAD_DIM = 2, 64, 128, 2, 1, 32
+_TOY_VOCAB = 49_152
+"""That of the default model, whose tokenizer the toy has."""
 _TOY_SETTINGS = {
     "general.name": "Toy",
     "llama.block_count": _TOY_LAYERS,
@@ -92,7 +94,7 @@ def plain_tensors(source: gguf.GGUFReader) -> Iterator[tuple[str, Array]]:
         yield tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
 
 
-def toy_tensors(vocab_size: int = 49152) -> Iterator[tuple[str, Array]]:
+def toy_tensors() -> Iterator[tuple[str, Array]]:
     """Random weights for `_TOY_SETTINGS`, equal in each call. The output head is the embedding."""
     rng = np.random.default_rng(0)
     hidden, mlp, q, kv = _TOY_HIDDEN, _TOY_MLP, _TOY_HEADS * _TOY_HEAD_DIM, _TOY_KV_HEADS * _TOY_HEAD_DIM
@@ -107,7 +109,7 @@ def toy_tensors(vocab_size: int = 49152) -> Iterator[tuple[str, Array]]:
         "ffn_up": (mlp, hidden),
         "ffn_down": (hidden, mlp),
     }
-    shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (_TOY_VOCAB, hidden)}
     for index in range(_TOY_LAYERS):
         shapes.update({f"blk.{index}.{name}": shape for name, shape in layer.items()})
     shapes["output_norm"] = (hidden,)

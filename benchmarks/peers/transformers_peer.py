@@ -31,11 +31,9 @@ class TransformersSide:
     cannot load, and when the batcher fails.
     """
 
-    def __init__(
-        self, model_path: str, device: torch.device, dtype: torch.dtype, requests: Sequence[Request], seed: int = 0
-    ) -> None:
+    def __init__(self, model_path: str, device: torch.device, dtype: torch.dtype, requests: Sequence[Request]) -> None:
         """`requests`: the coming requests, from which the batcher computes its sizes."""
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = _load(model_path, device, dtype)
         hints = WorkloadHints(
             max_prompt_length=max(request.prompt_len for request in requests),

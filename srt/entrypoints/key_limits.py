@@ -36,11 +36,11 @@ class TooManyRequests(TercetError):
 
 
 class TokenBucket:
-    """Holds at most `capacity` tokens, is full at first, and is refilled evenly within `period_s`."""
+    """Holds at most `capacity` tokens, is full at first, and is refilled evenly within a minute."""
 
-    def __init__(self, capacity: int, period_s: float, now: float) -> None:
+    def __init__(self, capacity: int, now: float) -> None:
         self.capacity = capacity
-        self._per_s = capacity / period_s
+        self._per_s = capacity / 60
         self._full_at = now
         """When it will be full if nothing more is taken."""
 
@@ -151,7 +151,7 @@ class KeyLimits:
         now = self._clock()
         client = self._clients.pop(name, None)
         if client is None:
-            bucket = None if self._per_minute is None else TokenBucket(self._per_minute, 60.0, now)
+            bucket = None if self._per_minute is None else TokenBucket(self._per_minute, now)
             client = _Client(bucket)
             self._forget(now)
         self._clients[name] = client

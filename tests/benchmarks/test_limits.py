@@ -38,13 +38,6 @@ def test_pairs_are_what_a_causal_mask_shows() -> None:
             assert causal_pairs(end, start) == sum(position + 1 for position in range(start, end))
 
 
-def test_cached_tokens_cost_no_products_but_are_attended_to() -> None:
-    cost = ModelCost.of(TOY, 2)
-    whole, first = cost.prefill_flops([10]), cost.prefill_flops([6])
-    rest = cost.prefill_flops([10], [6])
-    assert whole == first + rest - cost.head_flops_per_token  # two samplings instead of one
-
-
 @pytest.mark.parametrize(("model", "tokens_per_s"), [("llama-3.2-1b", 1740), ("llama-3.1-8b", 286)])
 def test_single_stream_decode_of_the_published_shapes(model: str, tokens_per_s: float) -> None:
     seconds = decode_step_s(ModelCost.of(load_shape(model), 2), [1], H200)

@@ -30,28 +30,30 @@ _NAME = re.compile(r"[\w.\-]+", re.ASCII)
 
 
 class AnswerPlan(NamedTuple):
-    """How the answers of one request are made and read.
-
-    tools: for the chat template; None if the model must not call any. form: None if an answer is content and nothing
-    else. in_one_piece: reasoning is streamed as one piece. content_only: reasoning is content. reasoning_ends: the
-    tokens that end reasoning; empty if no single token does, so that its tokens cannot be counted. constraint: the
-    structural tag that the answer must match, and constrained_by: the field that asks for it. strict: the functions
-    whose calls follow their schemas. is_closed: the constraint has no room for free text. before_grammar: the reasoning
-    before the text of the grammar; None if the grammar begins with the first token, or if there is none.
-    shown_tokens: the special tokens that the reader must see.
-    """
+    """How the answers of one request are made and read."""
 
     tools: list[Mapping[str, Any]] | None = None
+    """For the chat template. None: the model must not call any."""
     form: AnswerFormat | None = None
+    """None: an answer is content and nothing else."""
     in_one_piece: bool = False
+    """Reasoning is streamed as one piece."""
     content_only: bool = False
+    """Reasoning is content."""
     reasoning_ends: frozenset[int] = frozenset()
+    """The tokens that end reasoning. Empty: no single token does, so the tokens of reasoning cannot be counted."""
     constraint: dict[str, Any] | None = None
+    """The structural tag that the answer must match."""
     constrained_by: str = ""
+    """The field that asks for the constraint."""
     strict: tuple[str, ...] = ()
+    """The functions whose calls follow their schemas."""
     is_closed: bool = False
+    """The constraint has no room for free text."""
     before_grammar: ReasoningSpan | None = None
+    """The reasoning before the text of the grammar. None: the grammar begins with the first token, or there is none."""
     shown_tokens: tuple[int, ...] = ()
+    """The special tokens that the reader must see."""
 
 
 def plan_answer(
@@ -62,17 +64,16 @@ def plan_answer(
     parallel: bool | None = None,
     separate_reasoning: bool | None = None,
     stream_reasoning: bool | None = None,
-    param: str = "tools",
 ) -> AnswerPlan:
     """The plan of a request. Raises InvalidRequest and UnsupportedField."""
-    offered = _check_functions(functions, param)
+    offered = _check_functions(functions)
     mode, names = _check_choice(choice, offered)
     reasoning = manager.server_args.reasoning_parser
     tools: list[Mapping[str, Any]] | None = None
     tool_format = None
     if offered and mode != "none":
         tools = [{"type": "function", "function": _plain(function)} for function in offered.values()]
-        tool_format = tool_format_of(manager, param)
+        tool_format = _tool_format_of(manager)
     if reasoning is None and tool_format is None:
         return AnswerPlan()
     content_only = separate_reasoning is False
@@ -96,7 +97,7 @@ def plan_answer(
             f"strict: true of the function {shown(strict[0])} is not supported, unless the call is required "
             f"(tool_choice): no grammar enforces its schema in the format of this model's calls ({tool_format}); send "
             "strict: false",
-            param=param,
+            param="tools",
         )
     # A small model that must call goes on calling, so several required calls have to be asked for.
     one_function = isinstance(choice, ToolChoice) and choice.function is not None
@@ -107,9 +108,11 @@ def plan_answer(
         constraint = must_call(written, form.functions, names, several=several)
     if HARMONY in (tool_format, reasoning):
         form = form._replace(reasoning=None)  # the Hermes format has no channels
-    by = param if mode == "auto" and not excludes else "tool_choice"
     return plan._replace(
-        form=form._replace(tools=written), constraint=constraint, constrained_by=by, is_closed=mode != "auto"
+        form=form._replace(tools=written),
+        constraint=constraint,
+        constrained_by="tools" if mode == "auto" and not excludes else "tool_choice",
+        is_closed=mode != "auto",
     )
 
 
@@ -120,9 +123,9 @@ def constrained(body: ChatBody, plan: AnswerPlan) -> tuple[ChatBody, AnswerPlan]
     """
     field = grammar_field(body)
     if field is None:
-        return (
-            body if plan.constraint is None else msgspec.structs.replace(body, structural_tag=plan.constraint)
-        ), plan
+        if plan.constraint is not None:
+            body = msgspec.structs.replace(body, structural_tag=plan.constraint)
+        return body, plan
     if plan.tools is None:
         return body, plan
     ((kind, value),) = grammar_of(body).items()
@@ -190,19 +193,19 @@ def _under_grammar(
     return (form if has_room else form._replace(reasoning=None)), None
 
 
-def tool_format_of(manager: TokenizerManager, param: str) -> str:
+def _tool_format_of(manager: TokenizerManager) -> str:
     """The name of the format in which the model writes calls."""
     named = manager.server_args.tool_call_parser
     tokenizer = manager.inputs.tokenizer
     if tokenizer is None:
-        raise InvalidRequest("tools need a tokenizer, but this engine runs with --skip-tokenizer-init", param=param)
+        raise InvalidRequest("tools need a tokenizer, but this engine runs with --skip-tokenizer-init", param="tools")
     template = tokenizer.chat_template(has_tools=True)
     if named != "auto":
         if not template.knows_tools and named != "hermes":
             raise InvalidRequest(
                 f"--tool-call-parser {named} needs a chat template with tools, and the template of this server has "
                 "none; the operator can choose another template (--chat-template) or hermes",
-                param=param,
+                param="tools",
             )
         return named
     found = detect_tool_format(template.source) if template.knows_tools else "hermes"
@@ -210,12 +213,12 @@ def tool_format_of(manager: TokenizerManager, param: str) -> str:
         raise UnsupportedField(
             "the format of this model's tool calls is not known; the operator can name one with --tool-call-parser: "
             + ", ".join(TOOL_FORMATS),
-            param=param,
+            param="tools",
         )
     return found
 
 
-def _check_functions(functions: Sequence[Function], param: str) -> dict[str, Function]:
+def _check_functions(functions: Sequence[Function]) -> dict[str, Function]:
     offered: dict[str, Function] = {}
     for i, function in enumerate(functions):
         name = function.name
@@ -223,15 +226,15 @@ def _check_functions(functions: Sequence[Function], param: str) -> dict[str, Fun
             raise InvalidRequest(
                 f"the name of a function must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', got "
                 f"{shown(name)}",
-                param=f"{param}[{i}]",
+                param=f"tools[{i}]",
             )
         if name in offered:
-            raise InvalidRequest(f"two functions have the name {shown(name)}", param=f"{param}[{i}]")
+            raise InvalidRequest(f"two functions have the name {shown(name)}", param=f"tools[{i}]")
         kind = (function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             raise InvalidRequest(
                 f"the parameters of the function {shown(name)} must have type object, got {shown(kind)}",
-                param=f"{param}[{i}]",
+                param=f"tools[{i}]",
             )
         offered[name] = function
     return offered

@@ -229,7 +229,7 @@ def test_the_number_of_remembered_clients_is_bounded() -> None:
 )
 def test_a_bucket_gives_its_capacity_and_what_flows_in(capacity: int, pauses: list[float]) -> None:
     clock = FakeClock()
-    bucket = TokenBucket(capacity, 60.0, clock.now)
+    bucket = TokenBucket(capacity, clock.now)
     start, num_taken = clock.now, 0
     for pause in pauses:
         clock.now += pause
