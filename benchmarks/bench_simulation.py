@@ -192,9 +192,7 @@ class Round(NamedTuple):
     """with the step times of another run, if there was one"""
 
 
-def run_round(
-    make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int, other: Replay | None = None
-) -> Round:
+def run_round(make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int, other: Replay | None) -> Round:
     """Measures and simulates one run of a workload. `other`: an earlier run.
 
     Raises ServerFailed, and ValueError as `simulate`.

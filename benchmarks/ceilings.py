@@ -42,7 +42,7 @@ class Rate(NamedTuple):
     """What has this rate: an instruction, or TORCH_PRODUCT."""
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16, *, small: bool = False) -> Ceilings:
+def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16, *, small: bool) -> Ceilings:
     """Measures both ceilings, which takes one second on a GPU and a few seconds on a CPU.
 
     `small`: sizes too small for valid numbers, for tests.

@@ -17,7 +17,7 @@ async def drive(
     dialect: Dialect,
     bodies: Sequence[bytes],
     times_s: np.ndarray,
-    max_concurrency: int | None = None,
+    max_concurrency: int | None,
     on_finished: Callable[[Output], None] = lambda output: None,
 ) -> tuple[list[Output], float]:
     """Sends all bodies. Returns the outputs in their order, and the seconds from the first start to the last end.

@@ -36,7 +36,7 @@ class GrammarLoader:
         make_vocabulary: Callable[[], Vocabulary],
         make_compiler: Callable[[Vocabulary], GrammarCompiler],
         *,
-        in_thread: bool = True,
+        in_thread: bool,
         max_cached: int = MAX_CACHED,
     ) -> None:
         """Both functions are called once, for the first grammar. `in_thread` False: compile in the caller's thread."""

@@ -124,9 +124,7 @@ class InputProcessor:
             return self.check_ids(ids, is_text=True, truncates=truncates)
         return self.check_ids(content, is_text=False, truncates=truncates)
 
-    async def encode_off_loop(
-        self, text: str, add_special_tokens: bool = True, truncates: bool | None = None
-    ) -> list[int]:
+    async def encode_off_loop(self, text: str, add_special_tokens: bool, truncates: bool | None = None) -> list[int]:
         """As `encode`. A long text is tokenised in a thread, so that it delays no stream."""
         if len(text) < _TOKENISE_OFF_LOOP_CHARS:
             return self.encode(text, add_special_tokens, truncates)

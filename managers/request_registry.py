@@ -196,8 +196,8 @@ class RequestRegistry:
         self,
         send_abort: Callable[[str], None],
         inputs: InputProcessor,
-        make_generation: Callable[[GenerationOwner, int, str], Generation] = Generation,
-        key_prefix: str = "",
+        make_generation: Callable[[GenerationOwner, int, str], Generation],
+        key_prefix: str,
     ) -> None:
         self.send_abort = send_abort
         self.inputs = inputs

@@ -149,7 +149,7 @@ class Replay:
         cost = fit_cost(shapes, seconds) if shapes else PRIOR
         return DeviceProfile.of(name, cost, host_s=self.host_s(start_s), is_asynchronous=self.start.is_asynchronous)
 
-    def scatter(self, profile: DeviceProfile, since: int = 0) -> Scatter:
+    def scatter(self, profile: DeviceProfile, since: int) -> Scatter:
         """The scatter of the steps after the arrival of the request of this number, around the cost of `profile`."""
         start_s, ratios = self._start_s(since), {ForwardMode.EXTEND: list[float](), ForwardMode.DECODE: list[float]()}
         for step, step_s in self.timed():
@@ -169,7 +169,7 @@ class Replay:
             yield step, step.end_s - max(step.start_s, last_end_s)
             last_end_s = step.end_s
 
-    def host_s(self, since_s: float = -np.inf) -> float:
+    def host_s(self, since_s: float) -> float:
         """Mean seconds from the end of a step to the launch of the next one; 0 if they overlap."""
         steps = self.script.steps
         gaps = [

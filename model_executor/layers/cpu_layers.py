@@ -199,7 +199,7 @@ class CpuFloatLayers(CpuLayers):
         return PackedEmbedding(head, self._dtype)
 
 
-def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = (), *, compact: bool = False) -> CpuLayers:
+def cpu_layers(dtype: torch.dtype, widths: Iterable[int], *, compact: bool) -> CpuLayers:
     """Make the layers of a CPU for the type of the activations and the widths of the model's vectors.
 
     `compact`: weights of bfloat16 are compact, as `panels_of` says.

@@ -59,7 +59,7 @@ class CudaGraphRunner:
         pool_tokens: int,
         context_len: int,
         logits: torch.Tensor,
-        record: bool = True,
+        record: bool,
     ) -> None:
         """
         Args:

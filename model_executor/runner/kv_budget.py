@@ -20,7 +20,7 @@ def num_kv_tokens(
     mem_fraction_static: float | None,
     max_total_tokens: int | None,
     on_cpu: bool,
-    reserve: int = 0,
+    reserve: int,
 ) -> int:
     """The size of the KV pool in tokens, a multiple of the page size.
 

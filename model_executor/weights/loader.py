@@ -205,7 +205,7 @@ class StoredParameters(Mapping[str, Any]):
         config: ModelConfig,
         dtypes: ParameterDtypes,
         forms: Mapping[str, str],
-        shard: Shard = WHOLE,
+        shard: Shard,
     ) -> None:
         """`forms`: quantized form of each parameter that is quantized. `shard`: the part of each that is read."""
         self._checkpoint = checkpoint

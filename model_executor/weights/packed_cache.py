@@ -51,7 +51,7 @@ class PackedParameters(Mapping[str, Any]):
         forms: Mapping[str, str],
         stored: Callable[[], Mapping[str, Any]],
         *,
-        compact: bool = False,
+        compact: bool,
     ) -> None:
         """`forms`: quantized form of parameters by name. `stored`: reads the parameters of the checkpoint. `compact`:
         weights of bfloat16 are compact, as `panels_of` says."""

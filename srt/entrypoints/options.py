@@ -28,9 +28,7 @@ def options_of(
     return make_options(sampling, {**given, **own}, logprobs)
 
 
-def make_options(
-    sampling: SamplingParams, given: Mapping[str, Any], logprobs: LogprobOptions | None = None
-) -> RequestOptions:
+def make_options(sampling: SamplingParams, given: Mapping[str, Any], logprobs: LogprobOptions | None) -> RequestOptions:
     """Options with these values by name. None keeps an option's default. Raises InvalidRequest."""
     values = {name: value for name, value in given.items() if value is not None}
     if "tenant" in values:

@@ -27,7 +27,7 @@ class ControlGroup(NamedTuple):
         return int(text) if text.lstrip("-").isdigit() else None
 
 
-def control_groups(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> list[ControlGroup]:
+def control_groups(controller: str, root: Path, own_groups: Path) -> list[ControlGroup]:
     """The groups that may limit `controller` ("cpu", "memory"), from this process's own group up to the mount point.
 
     The mount point is always included: in a container it often is the container's own group, whatever path

@@ -30,7 +30,7 @@ class PlannedFormat(ResponseFormat):
         self.on_tool_call: Callable[[Generation], object] | None = None
         """Called with each sample that has ended in a tool call. None: no call."""
 
-    def noting_prompt(self, render: Callable[[], Awaitable[str]], continued: str = "") -> Callable[[], Awaitable[str]]:
+    def noting_prompt(self, render: Callable[[], Awaitable[str]], continued: str) -> Callable[[], Awaitable[str]]:
         """`render`, with a look at the prompt: its end says whether the answers begin with reasoning.
 
         `continued`: the text of the last message, if the answers continue it.

@@ -9,9 +9,8 @@ GIB = 1 << 30
 
 
 def tokens(memory, **options):
-    options = {
-        "page_size": 1, "context_len": 2048, "mem_fraction_static": None, "max_total_tokens": None, "on_cpu": True,
-    } | options  # fmt: skip
+    defaults = {"page_size": 1, "context_len": 2048, "mem_fraction_static": None, "max_total_tokens": None}
+    options = {**defaults, "on_cpu": True, "reserve": 0, **options}
     return num_kv_tokens(memory, 1 << 15, **options)
 
 
