@@ -39,24 +39,23 @@ class ModelCost:
         cls,
         config: ModelConfig,
         dtype_bytes: int,
-        kv_dtype_bytes: int | None = None,
-        quantization: str | None = None,
         *,
-        matrix_bytes: int | None = None,
-        forms: Mapping[str, str] | None = None,
+        kv_dtype_bytes: int,
+        matrix_bytes: int,
+        forms: Mapping[str, str],
     ) -> ModelCost:
-        """`matrix_bytes`, `forms`: as in `parameter_bytes`."""
+        """`dtype_bytes`, `matrix_bytes`, `forms`: as in `parameter_bytes`."""
         shapes = {parameter.name: parameter.shape for parameter in family_of(config).parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
         in_layers = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
-        num_bytes = parameter_bytes(config, dtype_bytes, quantization, matrix_bytes=matrix_bytes, forms=forms)
+        num_bytes = parameter_bytes(config, dtype_bytes, matrix_bytes=matrix_bytes, forms=forms)
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]
         kv_heads = config.num_layers * config.num_kv_heads * config.head_dim
         return cls(
             weight_bytes=sum(num_bytes.values()),
-            kv_bytes_per_token=2 * kv_heads * (kv_dtype_bytes or dtype_bytes),
+            kv_bytes_per_token=2 * kv_heads * kv_dtype_bytes,
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),
             attention_flops_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
@@ -67,7 +66,7 @@ class ModelCost:
         return cls.of(
             config,
             settings.dtype.itemsize,
-            settings.kv_dtype.itemsize,
+            kv_dtype_bytes=settings.kv_dtype.itemsize,
             matrix_bytes=settings.weight_dtype.itemsize,
             forms=settings.weight_forms,
         )

@@ -318,7 +318,7 @@ def uses_compact(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes,
     """Whether weights of bfloat16 are compact: the processor multiplies them, and reading them limits decode steps."""
     if not _multiplies_natively(dtype, chosen) or chosen.tuning.compact == "never":
         return False
-    sizes = parameter_bytes(config, dtype.itemsize, forms={})
+    sizes = parameter_bytes(config, dtype.itemsize, matrix_bytes=dtype.itemsize, forms={})
     multiplied = [
         sizes[parameter.name]
         for parameter in family_of(config).parameters(config)

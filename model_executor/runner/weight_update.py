@@ -113,7 +113,7 @@ class WeightUpdater:
             config,
             settings.dtype,
             torch.device("cpu"),
-            settings.seed,
+            seed=settings.seed,
             weight_dtype=settings.weight_dtype,
             forms=settings.weight_forms,
         )

@@ -7,6 +7,7 @@ no part of the checkpoint in memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from ..models.parameters import (
 from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
 from .packed_cache import PackedParameters
-from .quantization import STORED_BITS_PER_WEIGHT, fp8_form, is_linear, is_multiplied, quantized_forms
+from .quantization import STORED_BITS_PER_WEIGHT, fp8_form, is_linear, is_multiplied
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 
@@ -40,6 +41,7 @@ from .weight_cache import WeightCache
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DUMMY_STD = 0.02
 _CPU = torch.device("cpu")
+_UNQUANTIZED: Mapping[str, str] = MappingProxyType({})
 
 
 class Checkpoint(Protocol):
@@ -136,13 +138,12 @@ def load_parameters(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    *,
     seed: int = 0,
     cache: CacheFolder | None = None,
-    quantization: str | None = None,
     shard: Shard = WHOLE,
-    *,
     weight_dtype: torch.dtype | None = None,
-    forms: Mapping[str, str] | None = None,
+    forms: Mapping[str, str] = _UNQUANTIZED,
     packed: bool = False,
     compact: bool = False,
 ) -> Mapping[str, Any]:
@@ -150,9 +151,8 @@ def load_parameters(
 
     `seed`: seed of dummy weights. `cache`: folder of dequantised and of packed weights. `shard`: the rank whose part of
     each parameter is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`:
-    the quantized form of parameters by name, by default the `quantized_forms` of `quantization`. `packed`: all layers
-    are compiled CPU operations; then matrices from the cache are PackedWeights. `compact`: those of bfloat16 are
-    compact, as layers/packing.py says.
+    the quantized form of parameters by name. `packed`: all layers are compiled CPU operations; then matrices from the
+    cache are PackedWeights. `compact`: those of bfloat16 are compact, as layers/packing.py says.
 
     Raises ValueError for missing and unexpected tensors, for a tensor whose shape differs from the config's or whose
     type is not supported, and if the ranks cannot divide the model. On a CPU, a wrong shape or type raises it when the
@@ -160,8 +160,6 @@ def load_parameters(
     `packed`, on the first access.
     """
     check_shard(config, shard)
-    if forms is None:
-        forms = quantized_forms(config, quantization, shard)
     dtypes = ParameterDtypes(dtype, weight_dtype or dtype)
     if config.load_format == "dummy":
         return _dummy(config, dtypes, device, seed, forms, shard)

@@ -98,18 +98,15 @@ def fp8_form(config: Fp8Config) -> str:
 def parameter_bytes(
     config: ModelConfig,
     dtype_bytes: int,
-    quantization: str | None = None,
     *,
-    matrix_bytes: int | None = None,
-    forms: Mapping[str, str] | None = None,
+    matrix_bytes: int,
+    forms: Mapping[str, str],
 ) -> dict[str, int]:
     """The size of each parameter in bytes, as layers hold it.
 
-    `dtype_bytes`: bytes of an unquantized value. `matrix_bytes`: those of matrices, if they differ. `forms`: the
-    quantized form of parameters by name, by default the `quantized_forms` of `quantization`.
+    `dtype_bytes`: bytes of a number of a vector. `matrix_bytes`: bytes of a number of a matrix that is not quantized.
+    `forms`: the quantized form of parameters by name.
     """
-    if forms is None:
-        forms = quantized_forms(config, quantization)
 
     def num_bytes(name: str, shape: tuple[int, ...]) -> int:
         form = forms.get(name)
@@ -117,6 +114,6 @@ def parameter_bytes(
             return fp8_bytes(shape, form)
         if form is not None:
             return int(math.prod(shape) * STORED_BITS_PER_WEIGHT[form] / 8)
-        return math.prod(shape) * ((matrix_bytes or dtype_bytes) if len(shape) == 2 else dtype_bytes)
+        return math.prod(shape) * (matrix_bytes if len(shape) == 2 else dtype_bytes)
 
     return {name: num_bytes(name, shape) for name, shape, *_ in family_of(config).parameters(config)}

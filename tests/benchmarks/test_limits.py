@@ -20,15 +20,20 @@ TOY = ModelConfig(
 )
 
 
+def cost_of(config: ModelConfig, kv_dtype_bytes: int = 2) -> ModelCost:
+    """Of weights in bfloat16."""
+    return ModelCost.of(config, 2, kv_dtype_bytes=kv_dtype_bytes, matrix_bytes=2, forms={})
+
+
 def test_a_toy_model_counted_by_hand() -> None:
     q, kv = 4 * 6, 2 * 6
     in_a_layer = 8 * (q + 2 * kv) + q * 8 + 8 * 2 * 12 + 12 * 8
-    cost = ModelCost.of(TOY, 2)
+    cost = cost_of(TOY)
     assert cost.layer_flops_per_token == 2 * 3 * in_a_layer
     assert cost.head_flops_per_token == 2 * 50 * 8
     assert cost.weight_bytes == 2 * (3 * (in_a_layer + 2 * 8) + 8 + 50 * 8)  # norms, and the head but no embedding
     assert cost.kv_bytes_per_token == 3 * 2 * kv * 2
-    assert ModelCost.of(TOY, 2, kv_dtype_bytes=1).kv_bytes_per_token == 3 * 2 * kv
+    assert cost_of(TOY, kv_dtype_bytes=1).kv_bytes_per_token == 3 * 2 * kv
     assert cost.attention_flops_per_pair == 3 * 4 * q  # a multiplication and an addition for each of q k and p v
 
 
@@ -40,18 +45,18 @@ def test_pairs_are_what_a_causal_mask_shows() -> None:
 
 @pytest.mark.parametrize(("model", "tokens_per_s"), [("llama-3.2-1b", 1740), ("llama-3.1-8b", 286)])
 def test_single_stream_decode_of_the_published_shapes(model: str, tokens_per_s: float) -> None:
-    seconds = decode_step_s(ModelCost.of(load_shape(model), 2), [1], H200)
+    seconds = decode_step_s(cost_of(load_shape(model)), [1], H200)
     assert 1 / seconds == pytest.approx(tokens_per_s, rel=0.005)
 
 
 def test_prefill_of_the_published_shape() -> None:
-    cost = ModelCost.of(load_shape("llama-3.1-8b"), 2)
+    cost = cost_of(load_shape("llama-3.1-8b"))
     assert 4096 / prefill_s(cost, [4096], H200) == pytest.approx(52_600, rel=0.005)
     assert prefill_s(cost, [1], H200) == cost.weight_bytes / H200.bytes_per_s
 
 
 def test_a_workload_is_its_prefill_and_its_steps() -> None:
-    cost = ModelCost.of(TOY, 2)
+    cost = cost_of(TOY)
     prompts, outputs = [5, 9, 2], [4, 1, 3]
     expected = prefill_s(cost, prompts, H200)
     for step in range(1, max(outputs)):
@@ -61,5 +66,5 @@ def test_a_workload_is_its_prefill_and_its_steps() -> None:
 
 
 def test_the_long_batch_of_the_table() -> None:
-    cost = ModelCost.of(load_shape("llama-3.1-8b"), 2)
+    cost = cost_of(load_shape("llama-3.1-8b"))
     assert workload_s(cost, [1] * 32, [8192] * 32, H200) == pytest.approx(61.3, rel=0.005)

@@ -24,6 +24,7 @@ from tercet.model_executor.step import ForwardMode
 from tercet.model_executor.weights import loader
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
+from tercet.model_executor.weights.quantization import quantized_forms
 from tercet.srt.model_files.model_config import ModelConfig, load_model_config
 
 CPU = torch.device("cpu")
@@ -38,7 +39,8 @@ class Rank:
     def __init__(self, config: ModelConfig, shard: Shard, backend: str, quantization: str | None) -> None:
         own = rank_config(config, shard)
         family = family_of(config)
-        parameters = load_parameters(config, torch.float32, CPU, quantization=quantization, shard=shard)
+        forms = quantized_forms(config, quantization, shard)
+        parameters = load_parameters(config, torch.float32, CPU, forms=forms, shard=shard)
         pool = MHATokenToKVPool(64, 1, own.num_layers, own.num_kv_heads, own.head_dim, torch.float32, CPU)
         self.attention = create_attention_backend(backend, family.attention(own), pool)
         layers = layers_for(backend, torch.float32, quantized=quantization is not None)
@@ -154,7 +156,7 @@ def test_quantized_weights_of_a_file_are_cut_at_groups(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", make_model("llama_31_tied"), "llama", kind=Kind.Q4_1)
     config = load_model_config(path)
     with pytest.raises(ValueError, match=r"rows of layers\.0\.down_proj\.weight have 48 on each of 2 ranks"):
-        load_parameters(config, torch.float32, CPU, quantization="int4", shard=Shard(0, 2))
+        quantized_forms(config, "int4", Shard(0, 2))
     checkpoint = GGUFCheckpoint(config)
     for name, region in (
         ("mlp.down_proj", (slice(0, 64), slice(32, 64))),

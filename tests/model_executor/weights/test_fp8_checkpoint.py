@@ -79,7 +79,7 @@ def test_parameters_keep_the_stored_bytes(kind: str, tmp_path: Path) -> None:
             assert tensor.dtype == torch.bfloat16 and torch.equal(tensor.float(), exact[name].bfloat16().float())
     parts = [stored[f"model.layers.0.mlp.{part}_proj.weight"].view(torch.uint8) for part in ("gate", "up")]
     assert torch.equal(loaded[GATE_UP].values.view(torch.uint8), torch.cat(parts))
-    sizes = parameter_bytes(config, 2, forms=forms)
+    sizes = parameter_bytes(config, 2, matrix_bytes=2, forms=forms)
     assert all(sizes[name] == loaded[name].values.numel() + 4 * loaded[name].scales.numel() for name in forms)
 
 

@@ -250,7 +250,7 @@ def test_a_runner_holds_nothing_that_it_has_packed(tmp_path, monkeypatch):
 
 def test_dummy_weights_are_seeded_and_finite(folder):
     config = load_model_config(folder / "config.json", "dummy")
-    first, again, other = (load_parameters(config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1))
+    first, again, other = (load_parameters(config, torch.bfloat16, CPU, seed=seed) for seed in (0, 0, 1))
     assert {p.name: p.shape for p in decoder_parameters(config)} == {n: tuple(t.shape) for n, t in first.items()}
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embed_tokens.weight"], other["embed_tokens.weight"])

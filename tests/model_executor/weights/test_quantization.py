@@ -132,8 +132,8 @@ def test_other_types_are_rounded(llama, kind: Kind, form: str) -> None:
     checkpoint = GGUFCheckpoint(config)
     name = "model.layers.1.mlp.down_proj.weight"
     assert checkpoint.quantized(name, form) is None
-    made = load_parameters(config, torch.bfloat16, CPU, quantization=form)["layers.1.down_proj.weight"]
-    assert same(made, quantize(checkpoint.tensor(name), form))
+    made = load_parameters(config, torch.bfloat16, CPU, forms={"layers.1.down_proj.weight": form})
+    assert same(made["layers.1.down_proj.weight"], quantize(checkpoint.tensor(name), form))
 
 
 def test_rounding_the_numbers_of_q4_1_finds_them_again(llama) -> None:
@@ -149,7 +149,7 @@ def test_parameters_are_quantized_part_by_part(llama, tmp_path, quantization: st
     plain = load_model_config(save(model, tmp_path / "plain"))
     for config in (plain, stored_as(Kind.Q4_0)):
         floats = load_parameters(config, torch.float32, CPU)
-        found = load_parameters(config, torch.bfloat16, CPU, quantization=quantization)
+        found = load_parameters(config, torch.bfloat16, CPU, forms=quantized_forms(config, quantization))
         assert set(found) == set(floats)
         for name, tensor in floats.items():
             if tensor.dim() == 1 or name == "embed_tokens.weight":
@@ -166,7 +166,7 @@ def test_parameters_are_quantized_part_by_part(llama, tmp_path, quantization: st
 def test_dummy_weights_are_quantized(tmp_path) -> None:
     config = load_model_config(save(make_model("qwen2_tied"), tmp_path), "dummy")
     plain = load_parameters(config, torch.float32, CPU, seed=3)
-    made = load_parameters(config, torch.float32, CPU, seed=3, quantization="int4")
+    made = load_parameters(config, torch.float32, CPU, seed=3, forms=quantized_forms(config, "int4"))
     assert same(made["layers.2.o_proj.weight"], quantize(plain["layers.2.o_proj.weight"], "int4"))
     assert same(made["embed_tokens.weight"], quantize(plain["embed_tokens.weight"], "int8"))
 
@@ -208,7 +208,9 @@ def test_weights_take_what_is_announced(llama) -> None:
     config = stored_as(Kind.F32)
     for quantization in (None, "int8", "int4"):
         runner = make_runner(config, max_running_requests=1, max_total_tokens=9, quantization=quantization)
-        announced = parameter_bytes(config, runner.settings.dtype.itemsize, quantization)
+        itemsize = runner.settings.dtype.itemsize
+        forms = quantized_forms(config, quantization)
+        announced = parameter_bytes(config, itemsize, matrix_bytes=itemsize, forms=forms)
         assert runner.num_bytes.weights == sum(announced.values())
         if quantization is not None:  # 64 columns are whole panels, on every processor
             assert runner.model.layers[0].o_proj.packed.nbytes == announced["layers.0.o_proj.weight"]
