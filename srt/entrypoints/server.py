@@ -86,6 +86,19 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
     return code
 
 
+class _NotStarted(Exception):
+    """A signal has ended the start, or it has failed, which is logged. `code`: the exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def _cannot_start(reason: Exception | str) -> _NotStarted:
+    logger.error("Cannot start: %s", reason)
+    return _NotStarted(1)
+
+
 class _ServerRun:
     """One run of the server, from the first request to the exit code."""
 
@@ -114,38 +127,46 @@ class _ServerRun:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
+        http: HttpListener | HttpWorkers
         if len(self._listeners) == 1:
-            self._http = HttpListener(self._listeners[0], self._tls, self._max_connections)
+            http = self._http = HttpListener(self._listeners[0], self._tls, self._max_connections)
         else:
             try:
-                self._workers = HttpWorkers(self._server_args, self._listeners, self._child_module)
+                http = self._workers = HttpWorkers(self._server_args, self._listeners, self._child_module)
             except OSError as error:
-                logger.error("Cannot start: %s", error)
-                return 1
-        http = self._http or self._workers
-        assert http is not None
+                return _cannot_start(error).code
         try:
-            return await self._run_engine()
+            return await self._run_with_journal()
+        except _NotStarted as end:
+            return end.code
         finally:
             await http.stop()
 
-    async def _run_engine(self) -> int:
-        args, journal = self._server_args, None
+    async def _run_with_journal(self) -> int:
+        journal = await self._open_journal()
         try:
-            if args.resume_file is not None:
-                is_shared = len(args.api_keys) > 1
-                journal = await asyncio.to_thread(StreamJournal.open, Path(args.resume_file), is_shared=is_shared)
-        except (ValueError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) else None
-            logger.error("Cannot start: --resume-file %s: %s", args.resume_file, reason or error)
-            return 1
-        try:
-            return await self._run_engine_with(journal)
+            core = await self._start_engine()
+            try:
+                return await self._serve(core, journal)
+            finally:
+                await core.stop()
         finally:
             if journal is not None:
                 journal.close()
 
-    async def _run_engine_with(self, journal: StreamJournal | None) -> int:
+    async def _open_journal(self) -> StreamJournal | None:
+        """The streams of `--resume-file`. None: it is not set."""
+        args = self._server_args
+        if args.resume_file is None:
+            return None
+        is_shared = len(args.api_keys) > 1
+        try:
+            return await asyncio.to_thread(StreamJournal.open, Path(args.resume_file), is_shared=is_shared)
+        except (ValueError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise _cannot_start(f"--resume-file {args.resume_file}: {reason or error}") from None
+
+    async def _start_engine(self) -> EngineCore:
         starting = asyncio.create_task(EngineCore.start(self._server_args, child_module=self._child_module))
         await self._wait_for_signal_or(starting)
         if not starting.done():
@@ -153,57 +174,56 @@ class _ServerRun:
             await asyncio.wait([starting])
             if not starting.cancelled() and starting.exception() is None:
                 await starting.result().stop()
-            return 128 + self._signals[0]
+            raise _NotStarted(128 + self._signals[0])
         try:
-            core = starting.result()
+            return starting.result()
         except (ValueError, OSError, TercetError) as error:
-            logger.error("Cannot start: %s", error)
+            raise _cannot_start(error) from None
+
+    async def _serve(self, core: EngineCore, journal: StreamJournal | None) -> int:
+        """Serves until a signal comes, or until the engine or an HTTP worker fails. Returns the exit code."""
+        saved = None if journal is None else await self._saved_streams(journal, core.tokenizer_manager)
+        ends: list[asyncio.Future[Any]] = [core.died]
+        if self._http is not None:
+            self._http.app = create_app(make_server(core.tokenizer_manager, saved=saved), tracer=self._tracer)
+        if self._workers is not None:
+            await self._open_workers(self._workers, core)
+            ends.append(self._workers.failed)
+        warn_of_few_connections(self._max_connections)
+        gc.collect()
+        gc.freeze()  # later collections skip what lives as long as the server
+        logger.info("Tercet is ready: %s (model %s)", self._url(), self._server_args.model_name)
+        await self._wait_for_signal_or(*ends)
+        if core.died.done():
+            await self._wait_for_signal(GRACE_AFTER_DEATH_S)
             return 1
-        try:
-            manager = core.tokenizer_manager
-            try:
-                saved = None if journal is None else await self._saved_streams(journal, manager)
-            except OSError as error:  # a file of the model has become unreadable
-                logger.error("Cannot start: %s", error)
-                return 1
-            ends: list[asyncio.Future[Any]] = [core.died]
-            if self._http is not None:
-                self._http.app = create_app(make_server(manager, saved=saved), tracer=self._tracer)
-            if self._workers is not None:
-                opening = asyncio.create_task(self._workers.open(manager))
-                await self._wait_for_signal_or(opening, core.died)
-                if not opening.done():
-                    opening.cancel()
-                    return 128 + self._signals[0] if self._signals else 1
-                try:
-                    opening.result()
-                except (ValueError, TercetError) as error:
-                    logger.error("Cannot start: %s", error)
-                    return 1
-                ends.append(self._workers.failed)
-            warn_of_few_connections(self._max_connections)
-            gc.collect()
-            gc.freeze()  # later collections skip what lives as long as the server
-            logger.info("Tercet is ready: %s (model %s)", self._url(), self._server_args.model_name)
-            await self._wait_for_signal_or(*ends)
-            if core.died.done():
-                await self._wait_for_signal(GRACE_AFTER_DEATH_S)
-                return 1
-            if any(end.done() for end in ends):
-                return 1
-            if saved is not None:
-                saved.streams.drain()
-            await self._drain(core)
-            return 0
-        finally:
-            await core.stop()
+        if any(end.done() for end in ends):
+            return 1
+        if saved is not None:
+            saved.streams.drain()
+        await self._drain(core)
+        return 0
 
     async def _saved_streams(self, journal: StreamJournal, manager: TokenizerManager) -> SavedStreams:
         args = manager.server_args
-        settings = await asyncio.to_thread(answer_settings, args, manager.model_config, manager.facts)
+        try:
+            settings = await asyncio.to_thread(answer_settings, args, manager.model_config, manager.facts)
+        except OSError as error:  # a file of the model has become unreadable
+            raise _cannot_start(error) from None
         saved = SavedStreams(journal, settings, args.resume_grace)
         saved.begin_grace()
         return saved
+
+    async def _open_workers(self, workers: HttpWorkers, core: EngineCore) -> None:
+        opening = asyncio.create_task(workers.open(core.tokenizer_manager))
+        await self._wait_for_signal_or(opening, core.died)
+        if not opening.done():
+            opening.cancel()
+            raise _NotStarted(128 + self._signals[0] if self._signals else 1)
+        try:
+            opening.result()
+        except (ValueError, TercetError) as error:
+            raise _cannot_start(error) from None
 
     async def _drain(self, core: EngineCore) -> None:
         """Refuses new requests and waits until the running ones have finished.
