@@ -23,7 +23,7 @@ from ..io_struct import TextOut
 from ..server_args import ServerArgs
 from . import native
 from .engine_thread import EngineThread
-from .job import Sample, outputs
+from .job import Sample, outputs, samples_of
 from .native_protocol import GenerateBody
 from .request_names import RequestNames
 from .routing import Server
@@ -61,6 +61,7 @@ class EngineRequest:
         self._request: Request | None = None
         self._samples: list[Sample] = []
         self._several = False
+        """The answer is a list (`native.prompts_of`)."""
         self._feeder: asyncio.Task[None] | None = None
         self._error: Exception | None = None
         """The error of a prompt that could not be started."""
@@ -122,14 +123,9 @@ class EngineRequest:
         self._answers = self._stream()
 
     def _begin(self) -> None:
-        prompts, name, is_list = native.prompts_of(self._server, self._body, RequestNames())
-        self._several = is_list or prompts[0].options.sampling.n > 1
+        prompts, name, self._several = native.prompts_of(self._server, self._body, RequestNames())
         self._request = self._manager.open(prompts, name=name)
-        for prompt_index, prompt in enumerate(self._request.prompts):
-            first = len(self._samples)
-            self._samples += [
-                Sample(first + generation.index, prompt_index, prompt, generation) for generation in prompt.generations
-            ]
+        self._samples = samples_of(self._request)
 
     def _end(self) -> None:
         if self._feeder is not None:

@@ -66,6 +66,15 @@ class Sample:
         return list(self.generation.prompt_ids)
 
 
+def samples_of(request: Request) -> list[Sample]:
+    """All samples of a request, in the order of the response."""
+    samples: list[Sample] = []
+    for prompt_index, prompt in enumerate(request.prompts):
+        for generation in prompt.generations:
+            samples.append(Sample(len(samples), prompt_index, prompt, generation))
+    return samples
+
+
 class Job:
     """Starts the prompts of one HTTP request. Ends them when the client disconnects, or at `close`."""
 
@@ -84,7 +93,7 @@ class Job:
             await self._manager.start(prompt)
             if self._client_gone:
                 raise RequestAborted("the client has disconnected")
-        return self._samples()
+        return samples_of(self._request)
 
     async def restore(self, packed_ids: Sequence[bytes]) -> list[Sample]:
         """The samples of prompts that were tokenised before (see `pack_ids`). They are not sent."""
@@ -92,17 +101,7 @@ class Job:
             if callable(prompt.prompt.content):
                 await prompt.prompt.content()  # it also tells how the answer begins
             prompt.prompt_ids, prompt.packed_ids = unpack_ids(ids).tolist(), ids
-        return self._samples()
-
-    def _samples(self) -> list[Sample]:
-        return [
-            Sample(index, prompt_index, prompt, generation)
-            for index, (prompt_index, prompt, generation) in enumerate(
-                (prompt_index, prompt, generation)
-                for prompt_index, prompt in enumerate(self._request.prompts)
-                for generation in prompt.generations
-            )
-        ]
+        return samples_of(self._request)
 
     def outlive_client(self, on_disconnect: Callable[[], None]) -> None:
         """From now on, a disconnect of the client calls this instead of ending the generations."""

@@ -39,8 +39,7 @@ _ANY_MODEL = "unknown"
 async def generate(server: Server, request: Request, body: GenerateBody) -> ASGIApp:
     """Handler of /generate."""
     names = names_of(request.scope)
-    prompts, name, is_list = await in_thread_if_large(request, prompts_of, server, body, names, MAX_PROMPTS)
-    several = is_list or prompts[0].options.sampling.n > 1
+    prompts, name, several = await in_thread_if_large(request, prompts_of, server, body, names, MAX_PROMPTS)
     incremental = server.manager.server_args.incremental_streaming_output
     response_format = _NativeFormat(server, several, incremental)
     return await answer(server, request, prompts, response_format=response_format, name=name)
@@ -49,7 +48,7 @@ async def generate(server: Server, request: Request, body: GenerateBody) -> ASGI
 def prompts_of(
     server: Server, body: GenerateBody, names: RequestNames, max_prompts: int | None = None
 ) -> tuple[list[Prompt], str, bool]:
-    """The prompts, their common name, and whether the request has a list of prompts.
+    """The prompts, their common name, and whether the answer is a list: the client sent one, or wants several samples.
 
     `max_prompts`: the limit on the number of prompts; None for no limit. Raises InvalidRequest, ModelNotFound.
     """
@@ -77,7 +76,7 @@ def prompts_of(
             zip(contents, _options(server, body, count, is_list), rids, strict=True)
         )
     ]
-    return prompts, name, is_list
+    return prompts, name, is_list or prompts[0].options.sampling.n > 1
 
 
 def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> Iterable[RequestOptions]:

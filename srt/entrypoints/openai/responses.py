@@ -30,6 +30,7 @@ from .responses_answer import (
     Response,
     ResponseError,
     ResponseEvent,
+    ResponseStatus,
     ResponseUsage,
 )
 from .responses_input import chat_of
@@ -177,7 +178,7 @@ class _ResponsesFormat(PlannedFormat):
 
     def _response(
         self,
-        status: Any,
+        status: ResponseStatus,
         *,
         output: Sequence[OutputItem] = (),
         completed_at: int | None = None,

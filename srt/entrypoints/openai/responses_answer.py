@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from ..wire import doc
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
 _TYPE = "type"
 
 
@@ -90,7 +91,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     created_at: Annotated[int, doc("Unix time at which the request arrived, in seconds")]
     completed_at: Annotated[int | None, doc("Unix time at which the answer was complete, in seconds, else null")]
     status: Annotated[
-        Literal["in_progress", "completed", "incomplete", "cancelled", "failed"],
+        ResponseStatus,
         doc("`incomplete`: the answer reached its maximum length; `cancelled`: aborted, or over its running time"),
     ]
     incomplete_details: Annotated[IncompleteDetails | None, doc("Why the answer is incomplete")]
