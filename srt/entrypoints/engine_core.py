@@ -209,7 +209,7 @@ class EngineCore:
         self.died.set_result(message)
 
     async def _restart_after(self, death: Death) -> None:
-        """The engine's next life, after some more attempts if its processes are killed while they start."""
+        """Ends this life of the engine, and begins the next one."""
         manager, began = self.tokenizer_manager, time.monotonic()
         journal = read_journal(self._life.run_dir.journal)
         samples = [one for one in manager.live_samples() if one.is_sent]
@@ -227,33 +227,10 @@ class EngineCore:
         await self._life.kill()
         ended = time.monotonic()
         self._report(death, journal, samples)
-        run_dir = self._life.run_dir
-        self._drop_old_spares()
-        for role, spare in list(self._spares.items()):
-            # A new process is ready before a stopped one would answer. After SIGBUS, a file that all forks map may be
-            # damaged.
-            if is_stopped(spare.pid) or death.returncode == -signal.SIGBUS:
-                self._spares.pop(role).kill()
-        if death.was_oom and "scheduler" in self._spares:
-            # A fork would have a KV pool of the same size. A new process plans with the memory of now.
-            self._spares.pop("scheduler").kill()
-        while True:
-            try:
-                run_dir = run_dir.next_life()
-                spares, self._spares = self._spares, {}
-                life = await self._start_life(run_dir, spares)
-                break
-            except DiedAtStart as error:
-                if not self._budget.take():
-                    return self._give_up(error.message)
-                logger.error("The engine has failed: %s; restarting it again", error)
-                manager.on_death(None)
-            except Exception as error:
-                # The same settings have worked before, so the cause may pass: a full disk, or too little memory.
-                if not self._budget.take():
-                    return self._die(f"{death.message}; it could not be restarted: {error}")
-                logger.error("The engine could not be restarted: %s; trying again in %g s", error, _RETRY_S)
-                await asyncio.sleep(_RETRY_S)
+        self._drop_unfit_spares(death)
+        life = await self._next_life(death)
+        if life is None:
+            return
         life.listen(manager.on_message)
         self._begin(life)
         manager.resume(life.sender, life.facts)
@@ -266,6 +243,41 @@ class EngineCore:
             now - ended,
             manager.num_unfinished,
         )
+
+    def _drop_unfit_spares(self, death: Death) -> None:
+        """Ends the spares that the next life must not begin with."""
+        self._drop_old_spares()
+        for role, spare in list(self._spares.items()):
+            # A new process is ready before a stopped one would answer. After SIGBUS, a file that all forks map may be
+            # damaged.
+            if is_stopped(spare.pid) or death.returncode == -signal.SIGBUS:
+                self._spares.pop(role).kill()
+        if death.was_oom and "scheduler" in self._spares:
+            # A fork would have a KV pool of the same size. A new process plans with the memory of now.
+            self._spares.pop("scheduler").kill()
+
+    async def _next_life(self, death: Death) -> EngineLife | None:
+        """Starts the processes, with further attempts if that fails. None: no attempt is left, and the engine has
+        failed."""
+        run_dir = self._life.run_dir
+        while True:
+            try:
+                run_dir = run_dir.next_life()
+                spares, self._spares = self._spares, {}
+                return await self._start_life(run_dir, spares)
+            except DiedAtStart as error:
+                if not self._budget.take():
+                    self._give_up(error.message)
+                    return None
+                logger.error("The engine has failed: %s; restarting it again", error)
+                self.tokenizer_manager.on_death(None)
+            except Exception as error:
+                # The same settings have worked before, so the cause may pass: a full disk, or too little memory.
+                if not self._budget.take():
+                    self._die(f"{death.message}; it could not be restarted: {error}")
+                    return None
+                logger.error("The engine could not be restarted: %s; trying again in %g s", error, _RETRY_S)
+                await asyncio.sleep(_RETRY_S)
 
     async def _start_life(self, run_dir: RunDir, spares: dict[Role, ChildProcess]) -> EngineLife:
         """Raises as `EngineLife.start` does, and EngineDead when it takes too long."""
