@@ -22,6 +22,20 @@ MAX_RETENTION_S = 86_400.0
 RETENTION_SETTINGS = ("max_retention_s", "tool_call_retention_s", "max_retained_share")
 """Settings of retention, which only the eviction policy `value` honours. 0 turns the first two off."""
 MAX_HTTP_WORKERS = 64
+_AT_LEAST_1 = (
+    "context_length",
+    "stream_interval",
+    "max_total_tokens",
+    "max_running_requests",
+    "max_queued_requests",
+    "max_concurrent_requests_per_key",
+    "requests_per_minute_per_key",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "page_size",
+    "cuda_graph_max_bs",
+    "decode_log_interval",
+)
 _OF_ONE_HTTP_PROCESS = (
     "resume_file",
     "resume_grace",
@@ -37,23 +51,32 @@ def check_settings(args: ServerArgs) -> None:
         value = getattr(args, field.name)
         if isinstance(value, int) and not -(2**63) <= value < 2**63:  # messages have no larger ones
             raise ValueError(f"{flag_name(field.name)} must be in [-2**63, 2**63), got {value}")
-    for name in (
-        "context_length",
-        "stream_interval",
-        "max_total_tokens",
-        "max_running_requests",
-        "max_queued_requests",
-        "max_concurrent_requests_per_key",
-        "requests_per_minute_per_key",
-        "chunked_prefill_size",
-        "max_prefill_tokens",
-        "page_size",
-        "cuda_graph_max_bs",
-        "decode_log_interval",
-    ):
+    for name in _AT_LEAST_1:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{flag_name(name)} must be at least 1, got {value}")
+    for name in ("update_weights_dir", "profile_dir", "weight_version", "served_model_name", "resume_file"):
+        if getattr(args, name) == "":  # an empty folder would be the current one
+            raise ValueError(f"{flag_name(name)} must not be empty")
+    _check_sizes(args)
+    _check_http(args)
+    _check_observability(args)
+    _check_scheduler(args)
+    _check_prefix_cache(args)
+    _check_tiers(args)
+    _check_failures(args)
+
+
+def check_tokenizer_settings(args: ServerArgs) -> None:
+    """Raises ValueError for a setting of the tokenizer that is not loaded. Benchmarks do without this check: they load
+    none, and may have the --config file of a server."""
+    for name in ("tokenizer_path", "chat_template", "tool_call_parser", "reasoning_parser", "grammar_backend"):
+        if args.skip_tokenizer_init and getattr(args, name) != getattr(type(args), name):
+            raise ValueError(f"{flag_name(name)} has no effect with --skip-tokenizer-init")
+
+
+def _check_sizes(args: ServerArgs) -> None:
+    """Checks the sizes of pages, steps and the KV pool."""
     if args.page_size is not None and args.page_size > 1024:
         raise ValueError(f"--page-size must be at most 1024, got {args.page_size}")
     for name, num_pages in (("chunked_prefill_size", 1), ("max_prefill_tokens", 1), ("max_total_tokens", 2)):
@@ -62,6 +85,13 @@ def check_settings(args: ServerArgs) -> None:
         if value is not None and value < least:
             pages = "" if args.page_size is None else f" with --page-size {args.page_size}"
             raise ValueError(f"{flag_name(name)} must be at least {least}{pages}, got {value}")
+    if args.context_length == 1:
+        raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
+    if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
+        raise ValueError(f"--mem-fraction-static must be in (0, 1), got {args.mem_fraction_static}")
+
+
+def _check_http(args: ServerArgs) -> None:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be in [0, 65535], got {args.port}")
     if args.api_key is not None:
@@ -77,23 +107,30 @@ def check_settings(args: ServerArgs) -> None:
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
         if getattr(args, name) is not None and args.ssl_certfile is None:
             raise ValueError(f"{flag_name(name)} needs --ssl-certfile")
+    parse_origins(args.allowed_origins)
+    if not 0 <= args.resume_grace < math.inf:
+        raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
+    if args.resume_file is not None and not args.resume_grace:
+        raise ValueError("--resume-file needs --resume-grace SECONDS above 0")
+
+
+def _check_observability(args: ServerArgs) -> None:
     if not 0 <= args.log_requests_level <= 3:
         raise ValueError(f"--log-requests-level must be in [0, 3], got {args.log_requests_level}")
     if args.log_requests_level and not args.log_requests:
         raise ValueError("--log-requests-level needs --log-requests")
-    parse_origins(args.allowed_origins)
-    if read_config(args.kv_events_config) is not None and args.disable_radix_cache:
-        raise ValueError("--kv-events-config needs the prefix cache; leave out --disable-radix-cache")
-    if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
-        raise ValueError(f"--mem-fraction-static must be in (0, 1), got {args.mem_fraction_static}")
+    endpoint = args.otlp_traces_endpoint
+    if endpoint is not None and not re.match(r"https?://[^/:]", endpoint):
+        raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://HOST:4318/v1/traces, got {endpoint!r}")
+    if args.explain_schedule is not None and not 0 <= args.explain_schedule < math.inf:
+        raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {args.explain_schedule}")
+
+
+def _check_scheduler(args: ServerArgs) -> None:
     if parse_weights(args.tenant_weights) and args.schedule_policy != "dlpm":
         raise ValueError(f"--tenant-weights needs --schedule-policy dlpm, got {args.schedule_policy}")
     if not args.schedule_conservativeness > 0:
         raise ValueError(f"--schedule-conservativeness must be positive, got {args.schedule_conservativeness}")
-    if args.engine_restarts < 0:
-        raise ValueError(f"--engine-restarts must be at least 0, got {args.engine_restarts}")
-    if not args.engine_restart_window > 0:
-        raise ValueError(f"--engine-restart-window must be positive, got {args.engine_restart_window}")
     if args.priority_scheduling_preemption_threshold < 0:
         raise ValueError(
             "--priority-scheduling-preemption-threshold must be at least 0, "
@@ -102,22 +139,22 @@ def check_settings(args: ServerArgs) -> None:
     for name in ("schedule_low_priority_values_first", "priority_scheduling_preemption_threshold"):
         if not args.enable_priority_scheduling and getattr(args, name) != getattr(type(args), name):
             raise ValueError(f"{flag_name(name)} needs --enable-priority-scheduling")
-    if args.explain_schedule is not None and not 0 <= args.explain_schedule < math.inf:
-        raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {args.explain_schedule}")
-    endpoint = args.otlp_traces_endpoint
-    if endpoint is not None and not re.match(r"https?://[^/:]", endpoint):
-        raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://HOST:4318/v1/traces, got {endpoint!r}")
-    if not 0 <= args.resume_grace < math.inf:
-        raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
-    for name in ("update_weights_dir", "profile_dir", "weight_version", "served_model_name", "resume_file"):
-        if getattr(args, name) == "":  # an empty folder would be the current one
-            raise ValueError(f"{flag_name(name)} must not be empty")
-    if args.resume_file is not None and not args.resume_grace:
-        raise ValueError("--resume-file needs --resume-grace SECONDS above 0")
     if args.max_queue_time is not None and not 0 < args.max_queue_time < math.inf:
         raise ValueError(f"--max-queue-time must be a positive number of seconds, got {args.max_queue_time}")
     if not 0 <= args.admission_watermark < 1:
         raise ValueError(f"--admission-watermark must be in [0, 1), got {args.admission_watermark}")
+    bound = args.max_itl_ms
+    if bound not in ("auto", "none") and not (isinstance(bound, int | float) and 0 < bound < math.inf):
+        raise ValueError(f"--max-itl-ms must be a positive number of milliseconds, auto or none, got {bound}")
+    for name in ("waiting_timeout", "running_timeout"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{flag_name(name)} must be positive, got {value}")
+
+
+def _check_prefix_cache(args: ServerArgs) -> None:
+    if read_config(args.kv_events_config) is not None and args.disable_radix_cache:
+        raise ValueError("--kv-events-config needs the prefix cache; leave out --disable-radix-cache")
     if not 0 <= args.max_retention_s <= MAX_RETENTION_S:
         raise ValueError(f"--max-retention-s must be in [0, {MAX_RETENTION_S:g}], got {args.max_retention_s}")
     if not 0 <= args.tool_call_retention_s <= MAX_RETENTION_S:
@@ -131,11 +168,13 @@ def check_settings(args: ServerArgs) -> None:
     for name in RETENTION_SETTINGS:
         if not args.honours_retention and getattr(args, name) not in (0, getattr(type(args), name)):
             raise ValueError(f"{flag_name(name)} needs a prefix cache with --radix-eviction-policy value")
-    bound = args.max_itl_ms
-    if bound not in ("auto", "none") and not (isinstance(bound, int | float) and 0 < bound < math.inf):
-        raise ValueError(f"--max-itl-ms must be a positive number of milliseconds, auto or none, got {bound}")
-    if args.context_length == 1:
-        raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
+
+
+def _check_failures(args: ServerArgs) -> None:
+    if args.engine_restarts < 0:
+        raise ValueError(f"--engine-restarts must be at least 0, got {args.engine_restarts}")
+    if not args.engine_restart_window > 0:
+        raise ValueError(f"--engine-restart-window must be positive, got {args.engine_restart_window}")
     for name in ("watchdog_timeout", "soft_watchdog_timeout"):
         value = getattr(args, name)
         if value is not None and not value >= MIN_WATCHDOG_S:
@@ -143,24 +182,11 @@ def check_settings(args: ServerArgs) -> None:
                 f"{flag_name(name)} must be at least {MIN_WATCHDOG_S:g}, because a healthy process may be silent for "
                 f"{HEARTBEAT_S:g} s; got {value:g}"
             )
-    for name in ("waiting_timeout", "running_timeout"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{flag_name(name)} must be positive, got {value}")
     soft_s = args.soft_watchdog_timeout
     if soft_s is not None and soft_s >= args.watchdog_timeout:
         raise ValueError(
             f"--soft-watchdog-timeout must be less than --watchdog-timeout {args.watchdog_timeout:g}, got {soft_s:g}"
         )
-    _check_tiers(args)
-
-
-def check_tokenizer_settings(args: ServerArgs) -> None:
-    """Raises ValueError for a setting of the tokenizer that is not loaded. Benchmarks do without this check: they load
-    none, and may have the --config file of a server."""
-    for name in ("tokenizer_path", "chat_template", "tool_call_parser", "reasoning_parser", "grammar_backend"):
-        if args.skip_tokenizer_init and getattr(args, name) != getattr(type(args), name):
-            raise ValueError(f"{flag_name(name)} has no effect with --skip-tokenizer-init")
 
 
 def _check_tiers(args: ServerArgs) -> None:
