@@ -31,7 +31,7 @@ from .argument_types import positive
 from .backends import BACKENDS, Output, RequestSettings
 from .http_client import HttpClient, api_key_header
 from .offline_workloads import Span
-from .results import Result, add_results_arguments, finish, number, percent
+from .results import Result, Table, add_results_arguments, finish, number, percent
 from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines, running_server
 from .simulator.comparison import compare, learned
 from .simulator.replay import Replay
@@ -43,6 +43,7 @@ from .simulator.traffic import SimRequest, Traffic
 from .traffic import drive
 from .workloads import Request
 
+_PROGRAM = "python -m tercet.benchmarks.bench_simulation"
 _CONCURRENCY = 16
 _NUM_WARMUPS = 16
 _NUM_PROBES = 5
@@ -102,17 +103,7 @@ class _ExactStatistics(RunStatistics):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check. Returns the exit code: 1 if a server failed, 130 if a signal interrupted it."""
-    program = "python -m tercet.benchmarks.bench_simulation"
-    parser = argparse.ArgumentParser(
-        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model-path", metavar="PATH", help="model (default: the installed default model)")
-    parser.add_argument("--workloads", metavar="A,B", default="W1,W2,tree", help="workloads (default: %(default)s)")
-    parser.add_argument(
-        "--rounds", type=positive, default=1, metavar="N", help="runs of each workload, in turns (default: 1)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
-    add_results_arguments(parser)
+    parser = _parser()
     options = parser.parse_args(argv)
     names = options.workloads.split(",")
     for name in names:
@@ -123,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         vocab_size = load_model_config(model_path, "auto").vocab_size
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    result = Result("simulation", "The simulator against the server", program, argv, None)
+    result = Result("simulation", "The simulator against the server", _PROGRAM, argv, None)
     table = result.table(
         "Measured by the client, and simulated",
         [
@@ -135,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for round_number, name in itertools.product(range(1, options.rounds + 1), names):
         try:
             with ended_by_signals(), tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
-                replay, measured, simulated, smooth, predicted = run_round(
-                    WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed, last.get(name)
-                )
+                done = run_round(WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed, last.get(name))
         except ServerFailed as error:
             sys.stderr.write(f"{name}: {error}\n{error.log}\n")
             return 1
@@ -146,34 +135,54 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-        found = compare(replay)
-        if found.difference is not None:
-            table.notes.append(f"{name}: {found.num_equal} of {found.num_recorded} steps equal. {found.difference}")
-        sys.stderr.write(f"{name}: measured {measured}, simulated {simulated}\n")  # a long run may be cut short
-        last[name] = replay
-        step_error, _ = fit_errors(replay, replay.fit(name))
-        table.row(
-            name,
-            number(measured.output_throughput), number(simulated.output_throughput),
-            *(_error("output_throughput", figures, measured) for figures in (simulated, predicted)),
-            *(number(figures.median_ttft_s * 1000) for figures in (measured, simulated)),
-            *(_error("median_ttft_s", figures, measured) for figures in (simulated, smooth, predicted)),
-            str(len(replay.script.steps)), percent(step_error),
-        )  # fmt: skip
-        result.values[name if options.rounds == 1 else f"{name}, round {round_number}"] = {
-            "output_throughput": measured.output_throughput,
-            "simulated_output_throughput": simulated.output_throughput,
-            "median_ttft_ms": measured.median_ttft_s * 1000,
-            "simulated_median_ttft_ms": simulated.median_ttft_s * 1000,
-            "median_ttft_ms_without_scatter": smooth.median_ttft_s * 1000,
-            "throughput_with_the_fit_of_another_round": predicted and predicted.output_throughput,
-            "median_ttft_ms_with_the_fit_of_another_round": predicted and predicted.median_ttft_s * 1000,
-            "equal_steps": found.num_equal,
-            "steps": found.num_recorded,
-            "median_step_error": step_error,
-        }
+        sys.stderr.write(f"{name}: measured {done.measured}, simulated {done.simulated}\n")  # a run may be cut short
+        last[name] = done.replay
+        result.values[name if options.rounds == 1 else f"{name}, round {round_number}"] = _add_row(table, name, done)
     finish(result, options)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model-path", metavar="PATH", help="model (default: the installed default model)")
+    parser.add_argument("--workloads", metavar="A,B", default="W1,W2,tree", help="workloads (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive, default=1, metavar="N", help="runs of each workload, in turns (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
+    add_results_arguments(parser)
+    return parser
+
+
+def _add_row(table: Table, name: str, done: Round) -> dict[str, float | int | None]:
+    """Adds the row of a workload. Returns its values."""
+    replay, measured, simulated, smooth, predicted = done
+    found = compare(replay)
+    if found.difference is not None:
+        table.notes.append(f"{name}: {found.num_equal} of {found.num_recorded} steps equal. {found.difference}")
+    step_error, _ = fit_errors(replay, replay.fit(name))
+    table.row(
+        name,
+        number(measured.output_throughput), number(simulated.output_throughput),
+        *(_error("output_throughput", figures, measured) for figures in (simulated, predicted)),
+        *(number(figures.median_ttft_s * 1000) for figures in (measured, simulated)),
+        *(_error("median_ttft_s", figures, measured) for figures in (simulated, smooth, predicted)),
+        str(len(replay.script.steps)), percent(step_error),
+    )  # fmt: skip
+    return {
+        "output_throughput": measured.output_throughput,
+        "simulated_output_throughput": simulated.output_throughput,
+        "median_ttft_ms": measured.median_ttft_s * 1000,
+        "simulated_median_ttft_ms": simulated.median_ttft_s * 1000,
+        "median_ttft_ms_without_scatter": smooth.median_ttft_s * 1000,
+        "throughput_with_the_fit_of_another_round": None if predicted is None else predicted.output_throughput,
+        "median_ttft_ms_with_the_fit_of_another_round": None if predicted is None else predicted.median_ttft_s * 1000,
+        "equal_steps": found.num_equal,
+        "steps": found.num_recorded,
+        "median_step_error": step_error,
+    }
 
 
 def _error(name: str, simulated: Figures | None, measured: Figures) -> str:
