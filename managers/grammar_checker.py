@@ -9,14 +9,11 @@ leaves the queue.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from typing import Protocol
 
 from ..srt.errors import GrammarNotChecked, InvalidRequest, QueueFull
 from ..srt.grammar_spec import GrammarSpec
-
-logger = logging.getLogger(__name__)
 
 MAX_VERDICT_BYTES = 16 << 20
 """Size of all cached results, with the descriptions of their grammars."""

@@ -6,7 +6,6 @@ Nothing of the running model changes before all new weights are in memory. So a 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ from ..models.family import Model, Parameters
 from ..weights.loader import load_parameters
 from .recorded_steps import RecordedSteps
 from .settings import RunnerSettings, resolve_linears, resolve_weights, weight_bytes
-
-logger = logging.getLogger(__name__)
 
 _MAY_DIFFER = frozenset({"model_path", "load_format", "dtype", "fp8", "generation"})
 """Fields of a config that a running model does not depend on. The dtype of the engine stays."""

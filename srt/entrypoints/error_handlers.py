@@ -6,7 +6,6 @@ message without details, and the log gets the traceback.
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -16,8 +15,6 @@ from starlette.responses import Response
 
 from ..errors import FatalRequest, TercetError
 from .wire import doc
-
-logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 """Of a 503 whose error does not know when the client should try again."""

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-import logging
 import socket
 import time
 from collections.abc import Callable
@@ -49,8 +48,6 @@ from .http_listener import HttpListener, adopt_uvicorn_logs, max_connections
 from .http_server import create_app, make_server
 from .tls import tls_context
 from .tracing import RequestTracer
-
-logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _SILENT_S = 1.0
