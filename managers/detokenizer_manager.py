@@ -31,7 +31,7 @@ from ..srt.text.tokenizer import Tokenizer
 from .text_stream import TextStream
 from .token_out_reader import TokenOutReader
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class DetokenizerManager:
@@ -67,7 +67,7 @@ class DetokenizerManager:
                 text = self._text(self._tokenizer, out)
             except Exception:
                 # An error in the tokens of one request must not end other requests.
-                _log.exception("Could not detokenise request %s", out.rid)
+                logger.exception("Could not detokenise request %s", out.rid)
                 if out.finish is None:
                     self._failed.add(out.rid)
                 error = TercetError("the tokens of this request could not be converted to text")

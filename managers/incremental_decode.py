@@ -32,10 +32,10 @@ class IncrementalDecoder:
     With a byte-level vocabulary, all pushes and `finish` together return exactly `tokenizer.decode` of all ids,
     in whatever pieces the ids come. Bytes that form no character become U+FFFD as soon as that is certain.
 
-    shown: special tokens that are not skipped.
+    `shown`: special tokens that are not skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Iterable[int] = ()) -> None:
         stream: _Stream
         hidden = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset()
         if tokenizer.token_bytes is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -94,7 +95,7 @@ class InputProcessor:
             )
         return sampling
 
-    def encode(self, text: str, add_special_tokens: bool = True, truncates: bool | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, truncates: bool | None = None) -> list[int]:
         """The token ids of a text. `truncates`: see `truncates_prompt`.
 
         Raises InvalidRequest without a tokenizer and for invalid Unicode, and PromptTooLong for a text that can never
@@ -107,11 +108,12 @@ class InputProcessor:
             text = text[-self._max_chars :]
         else:
             self._refuse_excess(tokenizer, text)
-        return tokenizer.encode(text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def prompt_ids(
         self,
         content: str | Sequence[int] | Callable[[], Awaitable[str]],
+        *,
         add_special_tokens: bool,
         truncates: bool | None = None,
     ) -> Sequence[int]:
@@ -120,15 +122,14 @@ class InputProcessor:
         if callable(content):
             content = await content()
         if isinstance(content, str):
-            ids = await self.encode_off_loop(content, add_special_tokens, truncates)
+            ids = await self.encode_off_loop(content, add_special_tokens=add_special_tokens, truncates=truncates)
             return self.check_ids(ids, is_text=True, truncates=truncates)
         return self.check_ids(content, is_text=False, truncates=truncates)
 
-    async def encode_off_loop(self, text: str, add_special_tokens: bool, truncates: bool | None = None) -> list[int]:
+    async def encode_off_loop(self, text: str, *, add_special_tokens: bool, truncates: bool | None = None) -> list[int]:
         """As `encode`. A long text is tokenised in a thread, so that it delays no stream."""
-        if len(text) < _TOKENISE_OFF_LOOP_CHARS:
-            return self.encode(text, add_special_tokens, truncates)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens, truncates)
+        encode = functools.partial(self.encode, text, add_special_tokens=add_special_tokens, truncates=truncates)
+        return encode() if len(text) < _TOKENISE_OFF_LOOP_CHARS else await asyncio.to_thread(encode)
 
     def truncates_prompt(self, choice: bool | None) -> bool:
         """Whether a prompt that is too long loses its first tokens. `choice`: of the request. None: as
@@ -153,7 +154,7 @@ class InputProcessor:
             return
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
-            num_tokens += len(tokenizer.encode(text[start : start + _PIECE_CHARS], False))
+            num_tokens += len(tokenizer.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
             if num_tokens > 2 * limit:
                 raise self._overflow(f"the prompt has more than {2 * limit} tokens; at most {limit} fit")
 

@@ -27,7 +27,7 @@ class StopPatternMatcher:
     `keep`: the match is shown too, but nothing behind it; otherwise the text ends before it.
     """
 
-    def __init__(self, stops: Sequence[str], patterns: Sequence[str], keep: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], patterns: Sequence[str], *, keep: bool = False) -> None:
         self.matched: str | None = None
         self._strings = [StopSearch(stop) for stop in stops]
         self._patterns = [_PatternSearch(compile_stop_regex(pattern)) for pattern in patterns]

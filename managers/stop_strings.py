@@ -18,7 +18,7 @@ class StopStringMatcher:
     `keep`: the text ends after the stop string. Otherwise it ends before the stop string.
     """
 
-    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         assert all(stops), "an empty stop string would match everywhere"
         self.matched: str | None = None
         self._searches = [StopSearch(stop) for stop in stops]

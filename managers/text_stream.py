@@ -19,9 +19,13 @@ class TextStream:
     """Converts the tokens of an answer to text. Push every token, in order, in pieces of any size."""
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, options.skip_special_tokens, options.shown_tokens)
+        self._decoder = IncrementalDecoder(
+            tokenizer, skip_special_tokens=options.skip_special_tokens, shown=options.shown_tokens
+        )
         stops, patterns, keep = options.stop_strings, options.stop_patterns, options.no_stop_trim
-        self._stops = StopPatternMatcher(stops, patterns, keep) if patterns else StopStringMatcher(stops, keep)
+        self._stops = (
+            StopPatternMatcher(stops, patterns, keep=keep) if patterns else StopStringMatcher(stops, keep=keep)
+        )
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that later tokens cannot change: no incomplete character, and no possible start of a stop string."""

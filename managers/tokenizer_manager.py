@@ -7,7 +7,6 @@ imports no torch.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Container, Sequence
 
@@ -48,8 +47,6 @@ from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
 from .tool_call_retention import retention_of
 from .weight_control import WeightControl
-
-logger = logging.getLogger(__name__)
 
 
 class TokenizerManager:
@@ -133,7 +130,9 @@ class TokenizerManager:
             with prompt.unless_over():
                 if (grammar := options.sampling.grammar) is not None:
                     await check_grammar(self.grammars, grammar, given.grammar_param or grammar.kind)
-                ids = await self.inputs.prompt_ids(given.content, given.add_special_tokens, given.truncates)
+                ids = await self.inputs.prompt_ids(
+                    given.content, add_special_tokens=given.add_special_tokens, truncates=given.truncates
+                )
                 self.inputs.check_options(options)
                 self.inputs.check_logprobs(options, len(ids))
                 self.inputs.check_hidden_states(options, len(ids), prompt.request.num_samples)

@@ -21,7 +21,6 @@ class LogHistogram:
         num_bins = math.ceil(math.log(_HIGHEST_S / _LOWEST_S) / math.log(_RATIO)) + 1
         self.counts = np.zeros(num_bins, dtype=np.int64)
         self.count = 0
-        self.total_s = 0.0
         self.max_s = 0.0
 
     def add(self, value_s: float) -> None:
@@ -29,7 +28,6 @@ class LogHistogram:
             min(int(math.log(max(value_s, _LOWEST_S) / _LOWEST_S) / math.log(_RATIO)), len(self.counts) - 1)
         ] += 1
         self.count += 1
-        self.total_s += value_s
         self.max_s = max(self.max_s, value_s)
 
     def add_all(self, values_s: np.ndarray) -> None:
@@ -39,7 +37,6 @@ class LogHistogram:
         bins = (np.log(np.maximum(values_s, _LOWEST_S) / _LOWEST_S) / math.log(_RATIO)).astype(np.int64)
         np.add.at(self.counts, np.minimum(bins, len(self.counts) - 1), 1)
         self.count += len(values_s)
-        self.total_s += float(values_s.sum())
         self.max_s = max(self.max_s, float(values_s.max()))
 
     def quantile(self, share: float) -> float | None:
@@ -48,10 +45,6 @@ class LogHistogram:
             return None
         at = int(np.searchsorted(np.cumsum(self.counts), max(share * self.count, 1)))
         return min(_LOWEST_S * _RATIO ** (at + 0.5), self.max_s)
-
-    @property
-    def mean_s(self) -> float | None:
-        return self.total_s / self.count if self.count else None
 
     def cdf(self) -> tuple[np.ndarray, np.ndarray]:
         """The durations in seconds that occur, and for each the share of durations that are not longer."""

@@ -117,11 +117,6 @@ class LogitEdits:
         self._stop_ids[row] = self._known_ids(np.array(new_row.stop_ids, np.int64))
         self._stops_from[row] = len(new_row.prompt_ids) + params.min_new_tokens
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The present device memory of the tables, in bytes."""
-        return self._counts.table.nbytes + self._bias.table.nbytes
-
     def needed(self, rows: npt.NDArray[np.integer], seq_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Which rows need edits at this step: bool [n]."""
         early = seq_lens < self._stops_from[rows]

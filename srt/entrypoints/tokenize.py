@@ -117,7 +117,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeBody) -> ASGI
 async def _encoded(server: Server, text: str, add_special_tokens: bool, param: str) -> list[int]:
     """The token ids of a text. Raises InvalidRequest that names `param`, the field of the text."""
     try:
-        return await server.manager.inputs.encode_off_loop(text, add_special_tokens)
+        return await server.manager.inputs.encode_off_loop(text, add_special_tokens=add_special_tokens)
     except InvalidRequest as error:
         error.param = param
         raise
@@ -171,6 +171,6 @@ def _detokenized(
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="tokens")
-        texts.append(tokenizer.decode(ids, skip_special_tokens))
+        texts.append(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
     text = texts if is_list else texts[0]
     return DetokenizeAnswer(text, text)

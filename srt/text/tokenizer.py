@@ -58,17 +58,17 @@ class Tokenizer:
         self._template_sources = dict(parts.chat_templates)
         self._templates: dict[str, ChatTemplate] = {}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text. Raises InvalidRequest if `text` is not valid Unicode (lone surrogates)."""
         if len(text) >= _LONG_CHARS:
-            return self.encode_batch([text], add_special_tokens)[0]  # only the batch call releases Python's lock
+            return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]  # only this one releases the GIL
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             _check_unicode(text)
             raise
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts on all cores, as `encode` does."""
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
@@ -78,7 +78,7 @@ class Tokenizer:
             raise
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids. Unknown ids give no text. Raises InvalidRequest for ids outside [0, 2**32)."""
         ids = list(ids)
         try:
@@ -116,13 +116,10 @@ class Tokenizer:
         """Source of the template for chats without tools; None if there is none."""
         return self._template_sources.get("default")
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._template_sources)
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -145,7 +142,7 @@ class Tokenizer:
         for name in self._template_sources:
             self._compiled(name)
 
-    def chat_template(self, has_tools: bool) -> ChatTemplate:
+    def chat_template(self, *, has_tools: bool) -> ChatTemplate:
         """The template of chats with tools or without. Raises InvalidRequest if there is none, or if it is invalid."""
         if not self._template_sources:
             raise InvalidRequest(

@@ -27,7 +27,7 @@ class WatchedTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.lens.append(len(text))
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)

@@ -35,7 +35,7 @@ class GatedTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 class Waiting:

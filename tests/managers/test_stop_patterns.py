@@ -41,7 +41,7 @@ def reference(text: str, stops: list[str], regexes: list[str]) -> tuple[int, int
     keep=st.booleans(),
 )
 def test_any_pieces_give_what_re_finds_in_the_whole_text(pieces, stops, regexes, keep):
-    matcher = StopPatternMatcher(stops, regexes, keep)
+    matcher = StopPatternMatcher(stops, regexes, keep=keep)
     text = "".join(pieces)
     shown = ""
     for piece in pieces:
@@ -76,7 +76,7 @@ def test_any_pieces_give_what_re_finds_in_the_whole_text(pieces, stops, regexes,
 )
 @pytest.mark.parametrize("keep", [False, True])
 def test_places_and_flags(pattern, text, matched, shown, keep):
-    matcher = StopPatternMatcher([], [pattern], keep)
+    matcher = StopPatternMatcher([], [pattern], keep=keep)
     got = "".join(map(matcher.push, text)) + matcher.release()
     assert matcher.matched == matched
     assert got == shown + (matched or "" if keep else "")

@@ -26,7 +26,7 @@ def reference(text: str, stops: list[str], keep: bool) -> tuple[str | None, str,
     pieces=st.lists(st.text("abx", max_size=6), max_size=12), stops=st.lists(letters, max_size=4), keep=st.booleans()
 )
 def test_any_pieces_give_what_the_whole_text_gives(pieces, stops, keep):
-    matcher = StopStringMatcher(stops, keep)
+    matcher = StopStringMatcher(stops, keep=keep)
     text = shown = ""
     for piece in pieces:
         text += piece

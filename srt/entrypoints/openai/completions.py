@@ -149,4 +149,5 @@ class _CompletionFormat(ResponseFormat):
         if isinstance(content, str):
             return content
         assert tokenizer is not None
-        return tokenizer.decode(sample.prompt_ids, sample.prompt.options.sampling.skip_special_tokens)
+        skip = sample.prompt.options.sampling.skip_special_tokens
+        return tokenizer.decode(sample.prompt_ids, skip_special_tokens=skip)

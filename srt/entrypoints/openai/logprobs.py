@@ -100,7 +100,7 @@ class CompletionLogprobWriter:
         self._tokenizer = tokenizer
         self._options = options
         self._echo_skips_special_tokens = skip_special_tokens and not prompt_is_text
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
     def write(self, out: TextOut, prompt_ids: Sequence[int] = (), prompt_text: str = "") -> CompletionLogprobs:
@@ -111,7 +111,7 @@ class CompletionLogprobWriter:
             return written
         if new.input is not None and prompt_ids:
             # The client's text lacks the special tokens that were added before it. The offsets agree at its end.
-            decoder = IncrementalDecoder(self._tokenizer, self._echo_skips_special_tokens)
+            decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=self._echo_skips_special_tokens)
             offsets, length = _offsets(decoder, prompt_ids, 0)
             shift = len(prompt_text) - length - len(decoder.finish())
             count = 1 + len(new.input)  # fewer than all tokens if the request was aborted

@@ -159,11 +159,11 @@ def test_no_memory_for_penalties_that_nobody_sets() -> None:
     for row in range(1, 257):
         edits.set_row(new_row(row, temperature=0.7, top_p=0.9))
     assert not edits.needed(np.arange(257), np.full(257, 10)).any()
-    assert edits.allocated_bytes == 0
+    assert edits.counts.nbytes + edits.bias.nbytes == 0
     edits.set_row(new_row(3, presence_penalty=0.5))
-    assert edits.allocated_bytes == 150_000 * 4
+    assert edits.counts.nbytes + edits.bias.nbytes == 150_000 * 4
     assert edits.needed(np.arange(257), np.full(257, 10)).nonzero()[0].tolist() == [3]
     edits.set_row(new_row(3))
     edits.set_row(new_row(200, frequency_penalty=0.5))  # takes over the memory of the request before
     assert edits.needed(np.arange(257), np.full(257, 10)).nonzero()[0].tolist() == [200]
-    assert edits.allocated_bytes == 150_000 * 4
+    assert edits.counts.nbytes + edits.bias.nbytes == 150_000 * 4

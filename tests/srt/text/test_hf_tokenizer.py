@@ -44,7 +44,7 @@ def assert_equal(ours, theirs):
         assert ids == theirs.encode(text)
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
         for skip in (True, False):
-            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert ours.vocab_size == len(theirs)
     assert ours.special_tokens == theirs.special_tokens_map
     assert ours.bos_token_id == theirs.bos_token_id
