@@ -156,7 +156,7 @@ class EngineCore:
         self._drop_old_spares()
         if self._budget.limit and "scheduler" not in self._spares:
             try:
-                self._spares["scheduler"] = ChildProcess("scheduler", self._child_module, may_fork=True)
+                self._spares["scheduler"] = ChildProcess.start("scheduler", self._child_module, may_fork=True)
             except OSError as error:  # for example no memory, or too many open files
                 logger.warning("Could not start a spare process: %s", error.strerror or error)
 

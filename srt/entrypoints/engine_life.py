@@ -93,7 +93,7 @@ class EngineLife:
             for role in ROLES:
                 process = spares.get(role)
                 if process is None or process.ended.done():
-                    process = ChildProcess(role, child_module, may_fork=server_args.engine_restarts > 0)
+                    process = ChildProcess.start(role, child_module, may_fork=server_args.engine_restarts > 0)
                     started.append(process)
                 starts.append(asyncio.ensure_future(_start(process, server_args, run_dir, started)))
             scheduler, detokenizer, *_ = await asyncio.gather(*starts, *([] if meanwhile is None else [meanwhile]))

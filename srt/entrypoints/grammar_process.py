@@ -147,7 +147,7 @@ class GrammarProcess:
             self._receiver.start(asyncio.get_running_loop())
         try:
             if self._child is None:
-                self._child = ChildProcess("grammar", self._child_module).launch(self._server_args, self._run_dir)
+                self._child = ChildProcess.start("grammar", self._child_module).launch(self._server_args, self._run_dir)
         except OSError as error:  # for example no memory, or too many open files
             raise _NoVerdict(f"could not be started: {error.strerror or error}") from None
         child = self._child

@@ -165,8 +165,8 @@ class HttpWorkers:
     def _start(self, listener: socket.socket) -> Worker:
         run_dir = RunDir(self._run_dir.path, self._num_started)
         self._num_started += 1
-        child = ChildProcess("http_worker", self._child_module, listener=listener).launch(self._server_args, run_dir)
         args = self._server_args
+        child = ChildProcess.start("http_worker", self._child_module, listener=listener).launch(args, run_dir)
         hang = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
         worker = Worker(child, listener, self._context, run_dir, hang)
         child.ended.add_done_callback(functools.partial(self._on_end, worker))

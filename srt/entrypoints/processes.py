@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..env import child_environment
 from ..errors import EngineDead
@@ -43,8 +43,19 @@ class DiedAtStart(EngineDead):
     """A process died before it was ready, and did not say why."""
 
 
+class _Inherited(NamedTuple):
+    """The file descriptors that a new interpreter has from this process."""
+
+    report: int
+    """The pipe for its report."""
+    fork: int | None
+    """The socket to a fork server; None: it must not become one."""
+    listener: int | None
+    """A listening socket; None: it needs none."""
+
+
 class ChildProcess:
-    """A child process, watched from the parent's event loop. Until `launch` it is a spare: it only loads its modules.
+    """A child process, watched from the parent's event loop. It is a new interpreter (`start`) or a fork (`fork`).
 
     `ready`: a future of the child's report that it is ready. It fails with ValueError for a mistake of the user, with
     EngineDead when the child failed, and with DiedAtStart when it died. `ended`: a future that is done when the process
@@ -52,22 +63,55 @@ class ChildProcess:
     """
 
     def __init__(
-        self, role: Role, module: str = CHILD_MODULE, *, may_fork: bool = False, listener: socket.socket | None = None
+        self,
+        role: Role,
+        process: subprocess.Popen[bytes] | ForkedProcess,
+        ready_fd: int,
+        *,
+        forks: ForkLink | None = None,
+        inherited: _Inherited | None = None,
+        launched_with: ServerArgs | None = None,
     ) -> None:
-        """`may_fork`: it may become a fork server. Then it reports Loaded. `listener`: a socket that it inherits."""
-        ready_fd, childs_fd = os.pipe()
-        self._report_fd = childs_fd
-        """The number of the pipe's other end in the child."""
+        """`ready_fd`: the pipe for its report. `forks`: its link, if it may become a fork server. `inherited`: of a new
+        interpreter. `launched_with`: of a fork."""
+        loop = asyncio.get_running_loop()
+        self.role = role
+        self.pid = process.pid
+        self.ready: asyncio.Future[Report] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        self.launched_with = launched_with
+        """None: it is a spare, and only loads its modules."""
+        self._process = process
+        self._forks = forks
+        self._inherited = inherited
+        self._loop = loop
+        self._reports = ReportReader()
+        self._reaping: asyncio.Task[None] | None = None
+        self._ready_fd = ready_fd
+        loop.add_reader(ready_fd, self._on_readable)
+
+    @classmethod
+    def start(
+        cls, role: Role, module: str = CHILD_MODULE, *, may_fork: bool = False, listener: socket.socket | None = None
+    ) -> ChildProcess:
+        """A new interpreter. Until `launch` it is a spare: it only loads its modules.
+
+        `may_fork`: it may become a fork server. Then it reports Loaded. `listener`: a socket that it inherits.
+        """
+        ready_fd, report_fd = os.pipe()
         forks: ForkLink | None = None
-        self._listener_fd = None if listener is None else listener.fileno()
         try:
             forks = ForkLink() if may_fork else None
-            self._fork_fd = None if forks is None else forks.childs_end.fileno()
+            inherited = _Inherited(
+                report_fd,
+                None if forks is None else forks.childs_end.fileno(),
+                None if listener is None else listener.fileno(),
+            )
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(os.getpid()), role],
                 stdin=subprocess.PIPE,
                 env=_environment(role),
-                pass_fds=[fd for fd in (childs_fd, self._fork_fd, self._listener_fd) if fd is not None],
+                pass_fds=[fd for fd in inherited if fd is not None],
                 start_new_session=True,
                 bufsize=0,
             )
@@ -77,44 +121,17 @@ class ChildProcess:
                 forks.close()
             raise
         finally:
-            os.close(childs_fd)
+            os.close(report_fd)
             if forks is not None:
                 forks.childs_end.close()
-        self._watch(role, process, ready_fd, forks)
-
-    @classmethod
-    def _of_fork(cls, role: Role, process: ForkedProcess, ready_fd: int, server_args: ServerArgs) -> ChildProcess:
-        child = cls.__new__(cls)
-        child._watch(role, process, ready_fd, None)
-        child.launched_with = server_args
-        return child
-
-    def _watch(
-        self, role: Role, process: subprocess.Popen[bytes] | ForkedProcess, ready_fd: int, forks: ForkLink | None
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self.role = role
-        self.pid = process.pid
-        self.ready: asyncio.Future[Report] = loop.create_future()
-        self.ended: asyncio.Future[str] = loop.create_future()
-        self.launched_with: ServerArgs | None = None
-        """None: it is a spare, and only loads its modules."""
-        self._process = process
-        self._forks = forks
-        self._loop = loop
-        self._reports = ReportReader()
-        self._reaping: asyncio.Task[None] | None = None
-        self._ready_fd = ready_fd
-        loop.add_reader(ready_fd, self._on_readable)
+        return cls(role, process, ready_fd, forks=forks, inherited=inherited)
 
     def launch(self, server_args: ServerArgs, run_dir: RunDir) -> ChildProcess:
-        """Tells the process what to do. Must be called once."""
-        assert self._process.stdin is not None and self.launched_with is None
+        """Tells a spare what to do. Must be called once."""
+        assert self._process.stdin is not None and self._inherited is not None and self.launched_with is None
         self.launched_with = server_args
         with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
-            spec = LaunchSpec(
-                server_args, str(run_dir.path), run_dir.life, self._report_fd, self._fork_fd, self._listener_fd
-            )
+            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, *self._inherited)
             write_frame(self._process.stdin.fileno(), spec)
         return self
 
@@ -122,7 +139,7 @@ class ChildProcess:
         """A fork of this process, which has reported Loaded. Raises OSError if there is none."""
         assert self._forks is not None and self.launched_with is not None
         process, ready_fd = await self._forks.fork(LaunchSpec(self.launched_with, str(run_dir.path), run_dir.life, -1))
-        return self._of_fork(self.role, process, ready_fd, self.launched_with)
+        return ChildProcess(self.role, process, ready_fd, launched_with=self.launched_with)
 
     def ask_to_stop(self) -> None:
         """Asks the child to stop. A starting child exits at once, a running one after its current step."""

@@ -139,7 +139,7 @@ def test_no_verdict_comes_of_processes_that_cannot_be_started(monkeypatch: pytes
 
     async def work(process: GrammarProcess) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("tercet.srt.entrypoints.grammar_process.ChildProcess", no_memory)
+            patch.setattr("tercet.srt.entrypoints.grammar_process.ChildProcess.start", no_memory)
             with pytest.raises(GrammarNotChecked, match="could not be started: Cannot allocate memory"):
                 await process.compile(spec("true"))
         assert await process.compile(spec("true")) is None

@@ -193,7 +193,7 @@ def test_a_child_ends_when_its_parent_asks(
 
     async def scenario() -> None:
         run_dir = RunDir.create()
-        child = ChildProcess("scheduler", fake_child.MODULE).launch(server_args, run_dir)
+        child = ChildProcess.start("scheduler", fake_child.MODULE).launch(server_args, run_dir)
         if not behaviour:
             await child.ready
         child.ask_to_stop()
@@ -237,7 +237,7 @@ def test_a_child_that_is_deaf_to_its_parent_is_killed(server_args: ServerArgs, m
 
     async def scenario() -> None:
         run_dir = RunDir.create()
-        child = ChildProcess("scheduler", fake_child.MODULE).launch(server_args, run_dir)
+        child = ChildProcess.start("scheduler", fake_child.MODULE).launch(server_args, run_dir)
         await child.ready
         await stop_children([child])
         assert "signal 9" in child.ended.result()
@@ -283,7 +283,7 @@ from tercet.srt.server_args import ServerArgs
 
 async def main():
     args = ServerArgs(model_path=sys.argv[1], load_format="dummy", skip_tokenizer_init=True)
-    child = ChildProcess("scheduler", "fake_child").launch(args, RunDir.create())
+    child = ChildProcess.start("scheduler", "fake_child").launch(args, RunDir.create())
     sys.stdout.write(f"{child.pid}\\n")
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)

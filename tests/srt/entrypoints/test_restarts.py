@@ -237,7 +237,7 @@ def test_an_engine_goes_on_without_a_spare(run_dirs: Path, tmp_path: Path, monke
         def no_process(*_: object, **__: object) -> None:
             raise OSError(errno.EAGAIN, "no more processes")
 
-        monkeypatch.setattr(engine_core, "ChildProcess", no_process)
+        monkeypatch.setattr(engine_core, "ChildProcess", types.SimpleNamespace(start=no_process))
         os.kill(core.child_pids["scheduler"], signal.SIGKILL)
         assert (await asyncio.wait_for(sample.result(), 20)).text == text_of(100)
         await core.stop()

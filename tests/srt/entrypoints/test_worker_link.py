@@ -30,10 +30,14 @@ class StoppedChild:
 
     started = 0
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self) -> None:
         StoppedChild.started += 1
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    def start(cls, *_: object, **__: object) -> StoppedChild:
+        return cls()
 
     def launch(self, *_: object) -> StoppedChild:
         return self
