@@ -188,7 +188,7 @@ class Scheduler:
                 if num_busy == 0:
                     self.kv.flush()
                     self._idle_work.restart()
-                self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
+                self._io.reply(FlushCacheReply(message.call_id, num_busy))
             case PauseReq():
                 self._pause.begin(message)
             case ContinueReq():

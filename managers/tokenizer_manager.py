@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Container, Sequence
 
-from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, TercetError
+from ..srt.errors import EngineBusy, EngineDead, EngineRestarting, InvalidRequest, TercetError
 from ..srt.io_struct import (
     AbortReq,
     BatchTextOut,
@@ -262,13 +262,12 @@ class TokenizerManager:
         is_up = self.failure is None and self._scheduler is not None
         return is_up and self.heartbeats.longest_silence_s < self.server_args.watchdog_timeout
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
-        """Empties the prefix cache. Waits up to `timeout_s` until the engine is idle."""
+    async def flush_cache(self, timeout_s: float = 0.0) -> None:
+        """Empties the prefix cache. Raises EngineBusy if requests still run or wait after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            reply = await self._calls.ask(self._link(), FlushCacheReq, FlushCacheReply)
-            if reply.ok or time.monotonic() >= deadline:
-                return reply
+        while num_busy := (await self._calls.ask(self._link(), FlushCacheReq, FlushCacheReply)).num_busy:
+            if time.monotonic() >= deadline:
+                raise EngineBusy(f"the cache was not flushed: {num_busy} requests are running or waiting")
             await asyncio.sleep(0.05)
 
     async def scheduler_state(self, timeout_s: float) -> KnownState:

@@ -283,9 +283,8 @@ class FlushCacheReply(msgspec.Struct, frozen=True, tag="flushed"):
     """The answer to a FlushCacheReq."""
 
     call_id: int
-    ok: bool
-    """False: requests were running or waiting, so the cache was not emptied."""
     num_busy: int
+    """Requests that run or wait. If there is one, the cache was not emptied."""
 
 
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):

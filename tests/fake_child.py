@@ -112,7 +112,7 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
                 if request is not None:
                     detokenizer.send(BatchTokenOut([_aborted(message.rid or "", request)]))
             elif isinstance(message, FlushCacheReq):
-                tokenizer.send(FlushCacheReply(message.call_id, not running, len(running)))
+                tokenizer.send(FlushCacheReply(message.call_id, len(running)))
             elif isinstance(message, PauseReq | ContinueReq):
                 is_paused = isinstance(message, PauseReq)
                 tokenizer.send(PauseReply(message.call_id))

@@ -131,8 +131,7 @@ class FakeScheduler:
         elif type(message) in self.answers:
             loop.call_soon(self.manager.on_message, self.answers[type(message)](message))
         elif isinstance(message, FlushCacheReq):
-            busy = len(self.running)
-            loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))
+            loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, len(self.running)))
         elif isinstance(message, PauseReq | ContinueReq):
             self.pauses.append(message)
             self.is_paused = isinstance(message, PauseReq)

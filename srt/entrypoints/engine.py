@@ -18,7 +18,7 @@ import msgspec
 from ... import __version__
 from ...managers.pause_control import PauseMode
 from ..engine_settings import engine_settings, http_settings
-from ..errors import EngineBusy, InvalidRequest
+from ..errors import InvalidRequest
 from ..plain_values import check_in_json, plain_value
 from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs
@@ -165,7 +165,7 @@ class Engine:
 
     def flush_cache(self, timeout_s: float = 0.0) -> None:
         """Empties the prefix cache. Raises EngineBusy if requests are still running or waiting after `timeout_s`."""
-        self._thread.wait(self._flush(timeout_s))
+        self._thread.wait(self._server.manager.flush_cache(timeout_s))
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stops generation. Returns when no step runs. New requests wait until `continue_generation`.
@@ -265,11 +265,6 @@ class Engine:
 
     async def _abort(self, rid: str) -> bool:
         return self._server.manager.abort(rid)
-
-    async def _flush(self, timeout_s: float) -> None:
-        reply = await self._server.manager.flush_cache(timeout_s)
-        if not reply.ok:
-            raise EngineBusy(f"the cache was not flushed: {reply.num_busy} requests are running or waiting")
 
 
 def _body(

@@ -14,7 +14,7 @@ def test_each_process_speaks_for_itself() -> None:
     heartbeats.hear(DetokenizerAlive())
     assert [heartbeats.silent_s(role) for role in ("scheduler", "detokenizer")] == [5.0, 0.0]
     now = 7.0
-    heartbeats.hear(FlushCacheReply(1, True, 0))
+    heartbeats.hear(FlushCacheReply(1, 0))
     assert [heartbeats.silent_s(role) for role in ("scheduler", "detokenizer")] == [0.0, 2.0]
     assert heartbeats.longest_silence_s == 2.0 and not heartbeats.is_late
     heartbeats.is_stopped = True

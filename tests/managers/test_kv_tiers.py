@@ -102,7 +102,7 @@ def test_a_flush_during_a_pause_loses_no_file(tmp_path: Path) -> None:
     assert rig.kv.has_copies
     rig.inbox.messages += [PauseReq(1, False), FlushCacheReq(2)]
     rig.turn()
-    assert rig.tokenizer.messages[-2:] == [FlushCacheReply(2, True, 0), PauseReply(1)]
+    assert rig.tokenizer.messages[-2:] == [FlushCacheReply(2, 0), PauseReply(1)]
     assert rig.kv.allocator.num_free == rig.kv.allocator.size
     rig.inbox.messages.append(ContinueReq(3))
     rig.add("other", prompt(2, 240), max_new_tokens=1)  # takes the same slots in the step that copies

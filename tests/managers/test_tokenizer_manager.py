@@ -12,7 +12,7 @@ from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, byte_tokenizer, ma
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.heartbeats import Heartbeats
 from tercet.managers.tokenizer_manager import TokenizerManager
-from tercet.srt.errors import EngineDead, InvalidRequest, PromptTooLong
+from tercet.srt.errors import EngineBusy, EngineDead, InvalidRequest, PromptTooLong
 from tercet.srt.io_struct import (
     AbortFinish,
     BatchTextOut,
@@ -322,10 +322,11 @@ def test_flush_waits_as_long_as_it_is_told_to() -> None:
         scheduler.delay_s = 0.02
         manager = make_manager(scheduler)
         generation = await one(manager)
-        assert not (await manager.flush_cache()).ok
+        with pytest.raises(EngineBusy, match="not flushed: 1 requests"):
+            await manager.flush_cache()
         waiting = asyncio.create_task(manager.flush_cache(5.0))
         await generation.result()
-        assert (await waiting).ok
+        await waiting
 
     run(work())
 
