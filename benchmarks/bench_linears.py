@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from ..model_executor import cpu_extension
-from ..model_executor.device.dtypes import resolve_dtype
+from ..model_executor.device.dtypes import dtype_name, resolve_dtype
 from ..model_executor.device.heap import keep_freed_memory
 from ..model_executor.layers.kinds import Layer, LayerKinds, TorchLayers, layers_for
 from ..model_executor.layers.linear import can_pack
@@ -294,11 +294,11 @@ def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]
     """Fills the result. `seconds`: batch size -> seconds of each step"""
     table = result.table("Linear layers of one step", _HEADER)
     rates = ceilings.rates.items()
-    products = [f"{_name(dtype)} {number(rate.ops_per_s / 1e12)} TOP/s ({rate.source})" for dtype, rate in rates]
+    products = [f"{dtype_name(dtype)} {number(rate.ops_per_s / 1e12)} TOP/s ({rate.source})" for dtype, rate in rates]
     reading = f"{_READING} {number(ceilings.read_bytes_per_s / 1e9)} GB/s"
     table.notes.append(f"ceilings in this run: {reading}, products of {', '.join(products)}")
     result.values.update(cases=[], read_bytes_per_s=ceilings.read_bytes_per_s)
-    result.values["rates"] = {_name(dtype): rate._asdict() for dtype, rate in rates}
+    result.values["rates"] = {dtype_name(dtype): rate._asdict() for dtype, rate in rates}
     for batch_size, all_seconds in seconds.items():
         for step, step_seconds in zip(steps, all_seconds, strict=True):
             limit = ceilings.limit(step, batch_size)
@@ -316,10 +316,6 @@ def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]
             case = {"batch_size": batch_size, "kind": step.kind.name, "seconds": step_seconds}
             limits = {"limit_s": limit.seconds, "limited_by": limit.source}
             result.values["cases"].append(case | limits | {"relative_error": step.error})
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

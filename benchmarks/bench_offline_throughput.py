@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from ..model_executor.device.dtypes import dtype_name
 from ..model_executor.runner.settings import resolve_settings
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     _report(result, name, requests, rounds, limit_s, notes)
-    result.values.update(dtype=str(dtype).removeprefix("torch."), seed=args.seed, compared=args.compare)
+    result.values.update(dtype=dtype_name(dtype), seed=args.seed, compared=args.compare)
     finish(result, args)
     return 1 if args.compare and args.compare not in rounds else 0
 

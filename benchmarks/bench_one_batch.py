@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..model_executor.device.dtypes import dtype_name
 from ..model_executor.runner.settings import resolve_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Ceilings come first, while memory is free: the KV pool later takes all free memory.
         result.ceilings = measure_ceilings(device, resolved.multiplied_dtype, small=args.small_ceilings)
         bench = _Bench(args, result, ModelCost.of_runner(config, resolved))
-        result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
+        result.values.update(model=name, dtype=dtype_name(dtype))
         for graphs in _graph_settings(args, server_args):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
             with bench.record_failure(f"all with graphs {graphs}"):

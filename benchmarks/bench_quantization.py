@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..model_executor import cpu_extension
+from ..model_executor.device.dtypes import dtype_name
 from ..model_executor.forward_batch import ForwardBatch
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
@@ -176,7 +177,7 @@ def report(result: Result, variants: Sequence[Measured], text: str) -> None:
     for variant in variants:
         row: dict[str, Any] = {
             "weights": variant.name,
-            "activations": str(variant.runner.settings.dtype).removeprefix("torch."),
+            "activations": dtype_name(variant.runner.settings.dtype),
             "weight_bytes": variant.runner.num_bytes.weights,
             "kl_divergence": torch.cat(variant.divergences).double().mean().item(),
             "same_likeliest_token": torch.cat(variant.agreements).double().mean().item(),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..model_executor import cpu_extension
+from ..model_executor.device.dtypes import dtype_name
 from ..model_executor.runner.settings import resolve_device
 from .limits import Ceilings
 from .results import Result, add_results_arguments, finish, number
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = result.ceilings
         if dtype is not torch.bfloat16:
             measured = measure_ceilings(device, dtype, small=args.small)
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         source = measured.flops_source
         table.row(name, number(measured.bytes_per_s / 1e12), number(measured.flops_per_s / 1e12), source)
         result.values[name] = dataclasses.asdict(measured)

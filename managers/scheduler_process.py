@@ -21,6 +21,7 @@ from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..model_executor import cpu_extension
+from ..model_executor.device.dtypes import dtype_name
 from ..model_executor.device.inference_mode import inference_mode
 from ..model_executor.device.step_profiler import StepProfiler
 from ..model_executor.runner.kv_identity import kv_identity
@@ -327,7 +328,7 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         chunked_prefill_size=settings.chunked_prefill_size,
         max_prefill_tokens=settings.max_prefill_tokens,
         vocab_size=model_config.vocab_size,
-        dtype=str(settings.dtype).removeprefix("torch."),
+        dtype=dtype_name(settings.dtype),
         weights=_weight_facts(settings, runner.num_bytes.weights),
         device=str(settings.device),
         attention_backend=settings.attention_backend,
@@ -360,7 +361,7 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
 
 def _weight_facts(settings: RunnerSettings, num_bytes: int) -> WeightFacts:
     forms = set(settings.weight_forms.values())
-    dtype = ", ".join(sorted(forms)) if forms else str(settings.weight_dtype).removeprefix("torch.")
+    dtype = ", ".join(sorted(forms)) if forms else dtype_name(settings.weight_dtype)
     return WeightFacts(dtype, num_bytes)
 
 

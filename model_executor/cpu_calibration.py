@@ -26,6 +26,7 @@ import torch
 from ..srt import env
 from ..srt.machine.cores import usable_cores
 from . import cpu_extension
+from .device.dtypes import dtype_name
 from .layers.linear import can_pack
 from .layers.onednn_layers import OneDnnLinear
 from .layers.quantized_weight import GROUP
@@ -79,13 +80,13 @@ class CpuTuning(NamedTuple):
 
     def prefers_onednn(self, dtype: torch.dtype) -> bool:
         """Whether oneDNN's linear layers are faster for activations and weights of this type."""
-        return str(dtype).removeprefix("torch.") in self.onednn.split("+")
+        return dtype_name(dtype) in self.onednn.split("+")
 
     def apply(self) -> None:
         """Use it in this process from the next operation on. Raises ValueError if this build cannot."""
         for dtype in _MULTIPLIED:
             if self.prefers_onednn(dtype) and not _onednn_multiplies(dtype):
-                raise ValueError(f"oneDNN has no linear layers of {str(dtype).removeprefix('torch.')} here")
+                raise ValueError(f"oneDNN has no linear layers of {dtype_name(dtype)} here")
         try:
             torch.ops.tercet_cpu.set_tuning(
                 self.block_kib << 10, self.chunk, self.bfloat16 == "widened", self.prefetch == "l1"
@@ -246,7 +247,7 @@ def _onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _with(onednn: str, dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return name if onednn == "none" else f"{onednn}+{name}"
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tercet.model_executor.device.dtypes import dtype_name
+
 BATCH, TOKENS, CONTEXT, SLOTS = 64, 4096, 131072, 400_000
 
 
@@ -24,7 +26,7 @@ class Shape:
         return self.dtype == torch.float32
 
     def __str__(self) -> str:
-        kind = "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
+        kind = "fp8" if self.fp8 else dtype_name(self.dtype)
         options = ("-cap" if self.soft_cap else "") + ("-window" if self.window else "")
         return f"{self.num_heads}x{self.num_kv_heads}x{self.head_dim}-{kind}{options}"
 

@@ -1,10 +1,15 @@
-"""The floating-point type that a model computes in."""
+"""The types that a model computes in, and their names."""
 
 from __future__ import annotations
 
 import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name without `torch.`, as settings and files have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def resolve_dtype(name: str, checkpoint: str | None, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ from ...srt.server_args import ServerArgs
 from .. import cpu_extension
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..cpu_calibration import ChosenTuning, resolve_tuning
-from ..device.dtypes import resolve_dtype
+from ..device.dtypes import dtype_name, resolve_dtype
 from ..kernels.tuning import HOPPER_HEAD_DIMS, HOPPER_PAGE
 from ..layers.fp8_weight import FP8_FORMS
 from ..layers.onednn_layers import keeps_bits, part_shapes
@@ -147,8 +147,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     check_quantization(server_args.quantization, backend, device)
     if server_args.fuse_small_steps and (backend != "triton" or dtype == torch.float16):
         raise ValueError(
-            f"--fuse-small-steps needs triton attention and bfloat16 or float32, got {backend} and "
-            f"{str(dtype).removeprefix('torch.')}"
+            f"--fuse-small-steps needs triton attention and bfloat16 or float32, got {backend} and {dtype_name(dtype)}"
         )
     if server_args.cpu_kernels not in ("auto", "fixed") and backend != "cpu":
         raise ValueError(
@@ -267,7 +266,7 @@ def _check_hopper_prefill(
     if backend != "triton" or not _is_hopper(device):
         raise ValueError("--hopper-prefill needs triton attention and an NVIDIA GPU of compute capability 9.0")
     if dtype != torch.bfloat16 or kv_dtype != torch.bfloat16:
-        names = [str(kind).removeprefix("torch.") for kind in (dtype, kv_dtype)]
+        names = [dtype_name(kind) for kind in (dtype, kv_dtype)]
         raise ValueError(f"--hopper-prefill needs bfloat16 for activations and KV, got {names[0]} and {names[1]}")
     if head_dim not in HOPPER_HEAD_DIMS:
         raise ValueError(f"--hopper-prefill needs heads of 64 or 128 components, but the model's have {head_dim}")

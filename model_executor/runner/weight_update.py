@@ -13,6 +13,7 @@ import torch
 
 from ...srt.model_files.model_config import ModelConfig
 from ..device.accelerator import Accelerator
+from ..device.dtypes import dtype_name
 from ..device.heap import trim_heap
 from ..device.memory import Memory
 from ..models.family import Model, Parameters
@@ -157,4 +158,4 @@ def _tensors(parameter: Any) -> tuple[torch.Tensor, ...]:
 def _described(parameter: Any) -> str:
     """The types and shapes of a parameter's tensors."""
     tensors = _tensors(parameter)
-    return " with ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
+    return " with ".join(f"{dtype_name(tensor.dtype)} {list(tensor.shape)}" for tensor in tensors)

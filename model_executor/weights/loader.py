@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
-from ..device.dtypes import DTYPES
+from ..device.dtypes import DTYPES, dtype_name
 from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
 from ..layers.packing import COMPACT_BITS
 from ..layers.quantized_weight import GROUP, QuantizedWeight, quantize, stacked
@@ -73,7 +73,7 @@ def checkpoint_dtype(config: ModelConfig) -> str | None:
         return config.dtype
     checkpoint = _open(config)
     dtype = checkpoint.dtype(EMBEDDING) if EMBEDDING in checkpoint.names else None
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_name(dtype)
 
 
 def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:

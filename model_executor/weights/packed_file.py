@@ -27,6 +27,7 @@ from ...srt.machine.cores import usable_cpus
 from ...srt.machine.huge_pages import HUGE_PAGE, Arena, Bytes
 from ...srt.machine.mapped_file import bytes_on_huge_pages, lock, map_file
 from ...srt.model_files.files import open_file
+from ..device.dtypes import dtype_name
 
 _PIECE = 32 << 20
 _ALIGNMENT = 64
@@ -82,7 +83,7 @@ def write_packed(file: BinaryIO, key: str, tensors: Iterable[tuple[str, torch.Te
     places: dict[str, tuple[str, list[int], int]] = {}
     data = _DataWriter(file)
     for name, tensor in tensors:
-        places[name] = _dtype_name(tensor.dtype), list(tensor.shape), data.num_bytes
+        places[name] = dtype_name(tensor.dtype), list(tensor.shape), data.num_bytes
         data.add(tensor.contiguous().flatten().view(torch.uint8).numpy())
     data.finish()
     footer = json.dumps({"key": key, "tensors": places, "crc32": data.checksums}).encode()
@@ -140,17 +141,13 @@ def _footer(file: BinaryIO, key: str) -> tuple[dict[str, Any], int]:
 
 
 def _contents(memory: Bytes, places: Mapping[str, Any]) -> Iterator[tuple[str, Bytes]]:
-    for name, (dtype_name, shape, begin) in places.items():
-        yield name, memory[begin : begin + math.prod(shape) * getattr(torch, dtype_name).itemsize]
+    for name, (dtype, shape, begin) in places.items():
+        yield name, memory[begin : begin + math.prod(shape) * getattr(torch, dtype).itemsize]
 
 
-def _tensor(content: Bytes, dtype_name: str, shape: list[int], begin: int) -> torch.Tensor:
+def _tensor(content: Bytes, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
     if not len(content):
-        return torch.empty(shape, dtype=getattr(torch, dtype_name))
+        return torch.empty(shape, dtype=getattr(torch, dtype))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(content).view(getattr(torch, dtype_name)).view(shape)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return torch.from_numpy(content).view(getattr(torch, dtype)).view(shape)

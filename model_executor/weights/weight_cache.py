@@ -19,6 +19,7 @@ from typing import BinaryIO
 import torch
 
 from ...srt.model_files.files import open_file
+from ..device.dtypes import dtype_name
 from ..models.parameters import Parameter, ParameterDtypes
 from .cache_folder import PREFIX, CacheFolder, Entry
 from .safetensors_file import DTYPE_NAMES, SafetensorsFile
@@ -70,7 +71,7 @@ class _File:
     def __init__(self, folder: Path, digest: str, table: Sequence[Parameter], dtypes: ParameterDtypes) -> None:
         self._table = table
         self._dtypes = dtypes
-        names = (str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        names = (dtype_name(dtype) for dtype in dict.fromkeys(dtypes))
         self._key = f"{PREFIX}{digest}-{'-'.join(names)}-{LAYOUT}"
         self._data_start = len(self._header(0))
         self.path = folder / f"{self._key}.safetensors"

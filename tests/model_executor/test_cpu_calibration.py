@@ -20,6 +20,7 @@ from toy_runner import TOY
 
 from tercet.model_executor import cpu_calibration, cpu_extension
 from tercet.model_executor.cpu_calibration import ChosenTuning, CpuTuning, default_tuning, fastest, resolve_tuning
+from tercet.model_executor.device.dtypes import dtype_name
 from tercet.model_executor.layers.linear import can_pack
 from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.model_executor.weights.cache_folder import CacheFolder
@@ -129,7 +130,7 @@ def test_onednn_is_chosen_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) ->
     took: list[float] = []
     monkeypatch.setattr(cpu_calibration, "OneDnnLinear", Fast)
     dtypes = [torch.float32] + [torch.bfloat16] * (default_tuning().bfloat16 == "native")
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes if can_pack(torch.empty(1, 1, dtype=dtype))]
+    names = [dtype_name(dtype) for dtype in dtypes if can_pack(torch.empty(1, 1, dtype=dtype))]
     tuning = cpu_calibration.measure(clock=lambda: next(clock) + sum(took))
     assert tuning == default_tuning()._replace(onednn="+".join(names) or "none")
 

@@ -16,6 +16,7 @@ from toy_runner import make_toy_runner
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor.device.device_buffers import Uploads
+from tercet.model_executor.device.dtypes import dtype_name
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner import host_kv
 from tercet.model_executor.runner.host_kv import HostKV
@@ -43,7 +44,7 @@ def make_pool(dtype: str, page_size: int, panel: int | None) -> MHATokenToKVPool
 
 def bits(pool: MHATokenToKVPool, pages: np.ndarray) -> torch.Tensor:
     slots = torch.from_numpy((pages[:, None] * pool.page_size + np.arange(pool.page_size)).reshape(-1)).long()
-    kind = DTYPES[str(pool.dtype).removeprefix("torch.")]
+    kind = DTYPES[dtype_name(pool.dtype)]
     return torch.stack([part.view(kind) for layer in range(3) for part in pool.get_kv(layer, slots)])
 
 
