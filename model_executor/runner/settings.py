@@ -145,18 +145,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
     backend = resolve_attention_backend(server_args.attention_backend, device)
     check_quantization(server_args.quantization, backend, device)
-    if server_args.fuse_small_steps and (backend != "triton" or dtype == torch.float16):
-        raise ValueError(
-            f"--fuse-small-steps needs triton attention and bfloat16 or float32, got {backend} and {dtype_name(dtype)}"
-        )
-    if server_args.cpu_kernels not in ("auto", "fixed") and backend != "cpu":
-        raise ValueError(
-            f"--cpu-kernels {server_args.cpu_kernels} needs the attention backend cpu, but it is {backend}"
-        )
-    if server_args.dependent_launch and not (server_args.fuse_small_steps and _has_dependent_launch(device)):
-        raise ValueError(
-            "--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute capability 9.0 or higher"
-        )
+    _check_kernel_flags(server_args, backend, dtype, device)
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
@@ -203,6 +192,22 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
+
+
+def _check_kernel_flags(server_args: ServerArgs, backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for a flag of kernels that this backend, type or device does not have."""
+    if server_args.fuse_small_steps and (backend != "triton" or dtype == torch.float16):
+        raise ValueError(
+            f"--fuse-small-steps needs triton attention and bfloat16 or float32, got {backend} and {dtype_name(dtype)}"
+        )
+    if server_args.cpu_kernels not in ("auto", "fixed") and backend != "cpu":
+        raise ValueError(
+            f"--cpu-kernels {server_args.cpu_kernels} needs the attention backend cpu, but it is {backend}"
+        )
+    if server_args.dependent_launch and not (server_args.fuse_small_steps and _has_dependent_launch(device)):
+        raise ValueError(
+            "--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute capability 9.0 or higher"
+        )
 
 
 def resolve_weights(
@@ -255,8 +260,7 @@ def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:
 
 
 def _has_dependent_launch(device: torch.device) -> bool:
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    return _nvidia_capability(device) >= (9, 0)
 
 
 def _check_hopper_prefill(
@@ -275,8 +279,13 @@ def _check_hopper_prefill(
 
 
 def _is_hopper(device: torch.device) -> bool:
+    return _nvidia_capability(device) == (9, 0)
+
+
+def _nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) for another device."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
 
 
 class CpuLinears(NamedTuple):
