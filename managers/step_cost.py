@@ -20,12 +20,12 @@ class StepShape(NamedTuple):
     """The work of one step, as far as its cost depends on it. Shapes of parts of a step add up (`plus`)."""
 
     is_extend: bool
-    num_rows: int
-    num_prompt_tokens: int
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
     """Drafts count as prompt tokens, because a step computes both in the same way."""
-    prompt_context: int
+    prompt_context: int = 0
     """The positions that all prompt tokens attend to, each token to itself and to those before it."""
-    decode_context: int
+    decode_context: int = 0
     """The positions that the newest tokens of the decoding rows attend to."""
     num_joined: int = 0
     """The rows that decode in an extend step. They are in `num_rows`, too."""
@@ -35,19 +35,31 @@ class StepShape(NamedTuple):
         """`num_decodes`: rows that decode. In an extend step they are the last ones."""
         num_rows = len(inputs.rows)
         if inputs.mode is ForwardMode.DECODE:
-            return cls(False, num_rows, 0, 0, sum(inputs.seq_lens.tolist()))
+            return cls.of_decode(num_rows, sum(inputs.seq_lens.tolist()))
         assert inputs.extend_lens is not None
         ends = inputs.seq_lens.astype(np.int64)
         starts = ends - inputs.extend_lens
         context = int(np.dot(ends, ends + 1) - np.dot(starts, starts + 1)) // 2
         decode_context = int(starts[num_rows - num_decodes :].sum()) + num_decodes
-        num_prompt = inputs.num_tokens - num_decodes
-        return cls(True, num_rows, num_prompt, context - decode_context, decode_context, num_decodes)
+        return cls(
+            is_extend=True,
+            num_rows=num_rows,
+            num_prompt_tokens=inputs.num_tokens - num_decodes,
+            prompt_context=context - decode_context,
+            decode_context=decode_context,
+            num_joined=num_decodes,
+        )
+
+    @classmethod
+    def of_decode(cls, num_rows: int, context: int) -> StepShape:
+        """A decode step, in which the rows attend to `context` positions in all."""
+        return cls(is_extend=False, num_rows=num_rows, decode_context=context)
 
     @classmethod
     def of_prompt(cls, start: int, end: int) -> StepShape:
         """One prompt's part of an extend step: its positions [start, end)."""
-        return cls(True, 1, end - start, (end * (end + 1) - start * (start + 1)) // 2, 0)
+        context = (end * (end + 1) - start * (start + 1)) // 2
+        return cls(is_extend=True, num_rows=1, num_prompt_tokens=end - start, prompt_context=context)
 
     def plus(self, other: StepShape) -> StepShape:
         return StepShape(
@@ -63,15 +75,15 @@ class StepShape(NamedTuple):
 class StepCost(NamedTuple):
     """The coefficients of a linear cost, in seconds."""
 
-    step_s: float
-    extend_s: float
+    step_s: float = 0.0
+    extend_s: float = 0.0
     """Of an extend step, beside `step_s`. Extend steps are launched, unless a CPU has recorded them; decode steps are
     recorded."""
-    row_s: float
-    prompt_token_s: float
-    prompt_context_s: float
+    row_s: float = 0.0
+    prompt_token_s: float = 0.0
+    prompt_context_s: float = 0.0
     """Of one position that one prompt token attends to."""
-    decode_context_s: float
+    decode_context_s: float = 0.0
     """Of one position that a decoding row attends to."""
     joined_row_s: float = 0.0
     """Of a row that decodes in an extend step, beside `row_s`."""
@@ -92,7 +104,7 @@ class StepCost(NamedTuple):
 
         `beside`: the rest of the step. At least 0, and infinite if such tokens cost nothing.
         """
-        empty = StepShape(True, 1, 0, 0, 0)
+        empty = StepShape(is_extend=True, num_rows=1)
         left_s = budget_s - self.seconds(beside.plus(empty))
         if left_s <= 0:
             return 0
@@ -104,9 +116,17 @@ class StepCost(NamedTuple):
         return int(2 * left_s / (b + sqrt(b * b + 4 * a * left_s)))
 
 
-PRIOR = StepCost(0.01, 0.0, 0.0, 1e-3, 0.0, 0.0)
+PRIOR = StepCost(step_s=0.01, prompt_token_s=1e-3)
 """Before any step was measured: a slow machine, so that the first steps are rather too short than too long."""
-_SCALES = StepCost(1.0, 1.0, 8.0, 512.0, 2.0**20, 2.0**14, 8.0)
+_SCALES = StepCost(
+    step_s=1.0,
+    extend_s=1.0,
+    row_s=8.0,
+    prompt_token_s=512.0,
+    prompt_context_s=2.0**20,
+    decode_context_s=2.0**14,
+    joined_row_s=8.0,
+)
 """Typical features of a step. The fit computes with multiples of them, so that its unknowns have similar sizes."""
 _SCALES_ARRAY = np.array(_SCALES)
 _ORDER = sorted(range(len(_SCALES)), key=lambda i: StepCost._fields[i] != "prompt_token_s")

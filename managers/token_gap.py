@@ -75,13 +75,13 @@ class TokenGapBound:
     def budget(self, decodes: Sequence[Req], *, always_join: bool) -> TimeBudget:
         """For an extend step that these requests wait for. `always_join`: they join it, even if it is slower."""
         cost = self.model.cost
-        alone = StepShape(False, len(decodes), 0, 0, sum([req.kv_len for req in decodes]) + len(decodes))
+        alone = StepShape.of_decode(len(decodes), sum([req.kv_len for req in decodes]) + len(decodes))
         decode_s = cost.seconds(alone)
         gap_s = self._planned_gap_s(decode_s)
         before_s = gap_s - decode_s
         if always_join or self._joins(len(decodes), before_s):
             return TimeBudget(cost, gap_s, alone._replace(is_extend=True, num_joined=len(decodes)), joins=True)
-        return TimeBudget(cost, before_s, StepShape(True, 0, 0, 0, 0), joins=False)
+        return TimeBudget(cost, before_s, StepShape(is_extend=True), joins=False)
 
     def _planned_gap_s(self, decode_s: float) -> float:
         """`decode_s`: of a decode step of the running requests."""

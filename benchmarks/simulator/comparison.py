@@ -176,7 +176,7 @@ class _Device(SimDevice):
     """Gives each step the times of the recorded one, if it is the same step."""
 
     def __init__(self, replay: Replay, clock: SimClock, requests: dict[int, _Request], settings: object) -> None:
-        free = DeviceProfile.of("none", StepCost(*[0.0] * 6), is_asynchronous=replay.start.is_asynchronous)
+        free = DeviceProfile.of("none", StepCost(), is_asynchronous=replay.start.is_asynchronous)
         super().__init__(
             settings,  # type: ignore[arg-type]
             max_total_num_tokens=replay.start.max_total_num_tokens,

@@ -13,7 +13,7 @@ from timed_rig import FAST, SLOW
 from tercet.managers.step_cost import PRIOR, StepCost, StepCostModel, StepShape
 from tercet.model_executor.step import ForwardMode, StepInputs
 
-EMPTY = StepShape(False, 0, 0, 0, 0)
+EMPTY = StepShape(is_extend=False)
 
 
 def random_step(rng: Random) -> StepShape:
@@ -24,7 +24,7 @@ def random_step(rng: Random) -> StepShape:
             shape = shape.plus(StepShape.of_prompt(start, start + rng.randint(1, 700)))
         return shape
     num_rows = rng.randint(1, 16)
-    return StepShape(False, num_rows, 0, 0, num_rows * rng.randint(10, 4000))
+    return StepShape.of_decode(num_rows, num_rows * rng.randint(10, 4000))
 
 
 def fitted(cost: StepCost, num_steps: int = 200, noise: float = 0.0, seed: int = 0) -> StepCostModel:
@@ -84,7 +84,7 @@ def test_a_shape_counts_each_token_with_its_context(
 def test_the_shape_of_a_decode_step() -> None:
     lens = np.array([5, 7], np.int32)
     inputs = StepInputs(ForwardMode.DECODE, rows=lens, seq_lens=lens, out_cache_loc=lens)
-    assert StepShape.of(inputs, 2) == StepShape(False, 2, 0, 0, 12)
+    assert StepShape.of(inputs, 2) == StepShape.of_decode(2, 12)
 
 
 # The inverse
@@ -96,7 +96,7 @@ def test_the_shape_of_a_decode_step() -> None:
 def test_the_tokens_within_a_budget_are_as_many_as_fit(
     cost: StepCost, budget_s: float, start: int, num_decodes: int
 ) -> None:
-    beside = StepShape(False, num_decodes, 0, 0, 500 * num_decodes)
+    beside = StepShape.of_decode(num_decodes, 500 * num_decodes)
     count = int(cost.prompt_tokens_within(budget_s, beside, start))
 
     def seconds(count: int) -> float:
@@ -144,9 +144,9 @@ def test_steps_of_any_times_can_be_observed() -> None:
         rng, model = Random(seed), StepCostModel()
         for _ in range(120):
             num_rows, start = rng.randint(0, 6), rng.randint(0, 300)
-            shape = StepShape(False, num_rows + 1, 0, 0, (num_rows + 1) * rng.randint(1, 300))
+            shape = StepShape.of_decode(num_rows + 1, (num_rows + 1) * rng.randint(1, 300))
             if rng.random() < 0.5:
-                joined = StepShape(True, num_rows, 0, 0, num_rows * rng.randint(1, 300), num_rows)
+                joined = StepShape(True, num_rows, decode_context=num_rows * rng.randint(1, 300), num_joined=num_rows)
                 shape = StepShape.of_prompt(start, start + rng.randint(1, 40)).plus(joined)
             model.observe(shape, 10 ** rng.uniform(-4.5, -1.5))
             assert all(np.isfinite(value) and value >= 0 for value in model.cost)
@@ -157,7 +157,7 @@ def test_the_cost_of_prompts_survives_any_number_of_decode_steps() -> None:
     before = FAST.seconds(StepShape.of_prompt(0, 500)), model.cost.seconds(StepShape.of_prompt(0, 500))
     rng = Random(2)
     for _ in range(3000):
-        shape = StepShape(False, 8, 0, 0, 8 * rng.randint(10, 4000))
+        shape = StepShape.of_decode(8, 8 * rng.randint(10, 4000))
         model.observe(shape, FAST.seconds(shape) * rng.lognormvariate(0, 0.02))
     after = model.cost.seconds(StepShape.of_prompt(0, 500))
     assert before[1] == pytest.approx(before[0], rel=0.05)
@@ -183,7 +183,7 @@ def test_a_step_without_time_teaches_nothing() -> None:
 
 
 def test_decode_steps_are_learned_without_prompts() -> None:
-    model, shape = fitted(SLOW), StepShape(False, 8, 0, 0, 8 * 500)
+    model, shape = fitted(SLOW), StepShape.of_decode(8, 8 * 500)
     for _ in range(100):
         model.observe(shape, 2 * SLOW.seconds(shape))
     assert model.cost.seconds(shape) == pytest.approx(2 * SLOW.seconds(shape), rel=0.05)
@@ -197,7 +197,7 @@ def test_a_machine_that_changes_its_speed_is_learned_in_a_few_steps(is_extend: b
     # Decode steps are added when the model is solved. The last solution before the change is as late as possible.
     num_steps = model.NUM_FAR if is_extend else model._DECODES_PER_SOLUTION + model.NUM_FAR - 1
     for _ in range(num_steps):
-        shape = StepShape.of_prompt(0, rng.randint(100, 500)) if is_extend else StepShape(False, 8, 0, 0, 4000)
+        shape = StepShape.of_prompt(0, rng.randint(100, 500)) if is_extend else StepShape.of_decode(8, 4000)
         model.observe(shape, ratio * SLOW.seconds(shape))
     assert model.cost.seconds(shape) == pytest.approx(ratio * SLOW.seconds(shape), rel=0.1)
 
@@ -223,7 +223,7 @@ def after_short_prompts(ratio: float) -> StepCostModel:
     return model
 
 
-UNKNOWN = StepShape(True, 1, 0, 0, 50, 1)
+UNKNOWN = StepShape(True, 1, decode_context=50, num_joined=1)
 """An extend step without prompts: a request with hidden states decodes."""
 
 
@@ -255,7 +255,7 @@ def test_any_steps_after_far_ones_are_learned(steps: list[tuple[StepShape, float
 
 def test_the_first_step_of_each_kind_teaches_nothing() -> None:
     model = StepCostModel()
-    for shape in (StepShape.of_prompt(0, 100), StepShape(False, 1, 0, 0, 100)):
+    for shape in (StepShape.of_prompt(0, 100), StepShape.of_decode(1, 100)):
         model.observe(shape, 60.0)
         assert model.cost == PRIOR
 
@@ -278,7 +278,7 @@ def test_the_cost_of_decoding_beside_prompts_is_found() -> None:
     for place in range(200):
         prompt = StepShape.of_prompt(0, rng.randint(50, 500))
         num_rows = rng.randint(1, 16)
-        beside = StepShape(True, num_rows, 0, 0, num_rows * rng.randint(10, 4000), num_rows)
+        beside = StepShape(True, num_rows, decode_context=num_rows * rng.randint(10, 4000), num_joined=num_rows)
         for shape in (prompt.plus(beside) if place % 4 else prompt, beside._replace(is_extend=False, num_joined=0)):
             model.observe(shape, cost.seconds(shape))
     assert model.cost.joined_row_s == pytest.approx(0.001, rel=0.1)

@@ -21,7 +21,7 @@ def test_a_budget_is_the_time_of_the_step_and_of_the_rows_that_it_adds_to_the_ne
     cost: StepCost, prompts: list[list[int]], num_decodes: int, budget_s: float
 ) -> None:
     """However many parts a prompt joins in."""
-    beside = StepShape(True, num_decodes, 0, 0, 100 * num_decodes, num_decodes)
+    beside = StepShape(True, num_decodes, decode_context=100 * num_decodes, num_joined=num_decodes)
     budget = TimeBudget(cost, budget_s, beside, joins=True)
     shape, later_s = beside, 0.0
     for number, parts in enumerate(prompts):
@@ -45,7 +45,7 @@ def test_a_budget_is_the_time_of_the_step_and_of_the_rows_that_it_adds_to_the_ne
 @given(num_tokens=st.integers(1, 500), budget_s=st.floats(0.05, 2))
 @settings(deadline=None)
 def test_another_prompt_brings_a_row_to_the_step_and_to_the_next(num_tokens: int, budget_s: float) -> None:
-    budget = TimeBudget(SLOW, budget_s, StepShape(True, 0, 0, 0, 0), joins=False)
+    budget = TimeBudget(SLOW, budget_s, StepShape(is_extend=True), joins=False)
     first, second = (make_req([0] * num_tokens, number) for number in range(2))
     budget.take(first, 0, 1)
     more, others = budget.room(first, 1), budget.room(second, 1)

@@ -162,7 +162,7 @@ def test_the_automatic_bound_follows_the_decode_steps_of_a_slow_machine(cost: St
         first = len(rig.times_s["stream0"])
         throughput[bound] = serve_steadily(rig, 0, 20)
         p99_s[bound] = np.quantile(gaps_s(rig, first), 0.99)
-    longest_decode_s = cost.seconds(StepShape(False, NUM_STREAMS + 20, 0, 0, 20 * PROMPT_LEN))
+    longest_decode_s = cost.seconds(StepShape.of_decode(NUM_STREAMS + 20, 20 * PROMPT_LEN))
     bound_s = max(AUTO_GAP_S, AUTO_GAP_STEPS * longest_decode_s)
     assert p99_s["auto"] <= 1.05 * bound_s < p99_s[None], "it has no margin for errors of predictions"
     assert throughput["auto"] >= 0.95 * throughput[None]
@@ -179,7 +179,7 @@ def test_noise_shortens_the_steps_of_a_given_bound_and_not_those_of_the_automati
         time = gap.budget([], always_join=False)
         num_tokens[bound] = time.room(make_req([]), 0)
     assert num_tokens["auto"] == pytest.approx(
-        SLOW.prompt_tokens_within(AUTO_GAP_S, StepShape(True, 0, 0, 0, 0), 0), rel=0.2
+        SLOW.prompt_tokens_within(AUTO_GAP_S, StepShape(is_extend=True), 0), rel=0.2
     )
     assert num_tokens["auto"] > 1.3 * num_tokens[AUTO_GAP_S]
 

@@ -112,4 +112,4 @@ def test_the_planner_learns_the_time_of_the_device_without_that_of_the_host() ->
     assert simulation.statistics.gaps.max_s == pytest.approx(1.5)
     gap = simulation.scheduler.planner.gap
     assert gap is not None
-    assert gap.model.cost.seconds(StepShape(False, 1, 0, 0, 30)) == pytest.approx(1.0, rel=0.05)
+    assert gap.model.cost.seconds(StepShape.of_decode(1, 30)) == pytest.approx(1.0, rel=0.05)

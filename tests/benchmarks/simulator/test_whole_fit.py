@@ -18,7 +18,7 @@ def steps(rng, count):
     for number in range(count):
         rows, context = int(rng.integers(1, 17)), int(rng.integers(10, 20_000))
         if number % 2:
-            yield StepShape(False, rows, 0, 0, context)
+            yield StepShape.of_decode(rows, context)
         else:
             joined = int(rng.integers(0, 8)) if number % 4 else 0
             tokens = int(rng.integers(1, 2_000))
@@ -49,7 +49,7 @@ def test_few_steps_of_similar_shapes_are_fitted_to_the_end():
         StepShape(True, 15, 1920, 1_844_160, 0),
         StepShape(True, 7, 896, 860_608, 0),
         StepShape(True, 9, 1152, 1_106_496, 0),
-        *(StepShape(False, 16, 0, 0, 16 * length) for length in range(1024, 1088)),
+        *(StepShape.of_decode(16, 16 * length) for length in range(1024, 1088)),
     ]
     seconds = [TRUE.seconds(shape) for shape in shapes]
     found = fit_cost(shapes, seconds)
@@ -58,4 +58,4 @@ def test_few_steps_of_similar_shapes_are_fitted_to_the_end():
 
 def test_a_recording_without_times_has_no_cost():
     with pytest.raises(ValueError, match="no step"):
-        fit_cost([StepShape(False, 1, 0, 0, 5)], [0.0])
+        fit_cost([StepShape.of_decode(1, 5)], [0.0])
