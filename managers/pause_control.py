@@ -55,7 +55,7 @@ class PauseControl:
             self._abort_all()
         self._num_beginning += 1
         try:
-            await self._calls.ask(link, lambda call_id: PauseReq(call_id, mode == "retract"), PauseReply)
+            await self._calls.ask(link, lambda call_id: PauseReq(call_id, retract=mode == "retract"), PauseReply)
         finally:
             self._num_beginning -= 1
         if not self.is_on:
@@ -83,4 +83,4 @@ class PauseControl:
     def carry_over(self, link: SchedulerLink) -> None:
         """Pauses a new engine before it gets any request, if generation is paused."""
         if self.is_on:
-            link.send(PauseReq(0, False))  # 0: nobody waits for the reply
+            link.send(PauseReq(0, retract=False))  # 0: nobody waits for the reply

@@ -154,7 +154,7 @@ class WeightControl:
         was_paused = self._pause.is_on
         link = self._link()
         if not was_paused:
-            await self._calls.ask(link, lambda call_id: PauseReq(call_id, False), PauseReply)
+            await self._calls.ask(link, lambda call_id: PauseReq(call_id, retract=False), PauseReply)
         try:
             return await self._calls.ask(
                 link, lambda call_id: UpdateWeightsReq(call_id, model_path, load_format, version), UpdateWeightsReply

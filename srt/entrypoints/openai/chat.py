@@ -252,7 +252,7 @@ class _ChatFormat(PlannedFormat):
         token_ids = self._frame.ids(out.token_ids)
         logprobs = self._logprobs(sample, out)
         self._readers[sample.index].count(out.token_ids)
-        deltas = self._readers[sample.index].deltas(out.text, out.finish is not None)
+        deltas = self._readers[sample.index].deltas(out.text, is_last=out.finish is not None)
         name = self._finish_name(sample)
         if name is not None:
             self.note_end(sample)

@@ -109,7 +109,7 @@ class _CompletionFormat(ResponseFormat):
         shows_tokens = frame.return_token_ids or sample.index in self._writers
         if not out.text and out.finish is None and not (shows_tokens and out.token_ids):
             return b""  # the text of these tokens is not certain yet
-        choice = self._choice(sample, out, sample.index not in self._begun)
+        choice = self._choice(sample, out, is_first=sample.index not in self._begun)
         self._begun.add(sample.index)
         usage = frame.chunk_usage(self._samples)
         return event(Completion(frame.id, "text_completion", frame.created, frame.model, [choice], usage))
@@ -128,17 +128,18 @@ class _CompletionFormat(ResponseFormat):
 
     def full_response(self) -> Any:
         frame = self._frame
-        choices = [self._choice(sample, sample.collected, True) for sample in self._samples]
+        choices = [self._choice(sample, sample.collected, is_first=True) for sample in self._samples]
         usage = usage_of(self._samples)
         extension = frame.extension(self._samples)
         return Completion(frame.id, "text_completion", frame.created, frame.model, choices, usage, extension)
 
-    def _choice(self, sample: Sample, out: TextOut, first: bool) -> CompletionChoice:
+    def _choice(self, sample: Sample, out: TextOut, *, is_first: bool) -> CompletionChoice:
         name = finish_name(sample)
         ids = self._frame.ids(out.token_ids)
-        prompt_ids = self._frame.ids(sample.prompt_ids) if first and self._frame.return_token_ids else UNSET
+        prompt_ids = self._frame.ids(sample.prompt_ids) if is_first and self._frame.return_token_ids else UNSET
         matched = UNSET if name is None else matched_stop(sample)
-        echoed, echoed_ids = ("", []) if not (first and self._echo) else (self._prompt_text(sample), sample.prompt_ids)
+        echoes = is_first and self._echo
+        echoed, echoed_ids = (self._prompt_text(sample), sample.prompt_ids) if echoes else ("", [])
         writer = self._writers.get(sample.index)
         logprobs = None if writer is None else writer.write(out, echoed_ids, echoed)
         return CompletionChoice(sample.index, echoed + out.text, logprobs, name, matched, ids, prompt_ids)

@@ -17,7 +17,7 @@ from .tools import AnswerPlan
 class MessageReader:
     """Give it the text of a sample in pieces. `inside_reasoning`: the answer begins within reasoning."""
 
-    def __init__(self, plan: AnswerPlan, inside_reasoning: bool, names: RequestNames) -> None:
+    def __init__(self, plan: AnswerPlan, names: RequestNames, *, inside_reasoning: bool) -> None:
         self._plan = plan
         self._names = names
         self._parser = None if plan.form is None else AnswerParser(plan.form, inside_reasoning)
@@ -53,21 +53,21 @@ class MessageReader:
                 return
         self._num_tokens += len(token_ids)
 
-    def parts(self, text: str, finished: bool) -> Sequence[Part]:
-        """The parts of the next piece of text."""
+    def parts(self, text: str, *, is_last: bool) -> Sequence[Part]:
+        """The parts of the next piece of text. `is_last`: nothing follows it."""
         if self._parser is None:
             return [Content(text)] if text else []
         parts = self._parser.push(text)
-        if finished:
+        if is_last:
             parts = [*parts, *self._parser.finish()]
         for part in parts:
             self.has_calls = self.has_calls or isinstance(part, CallStart)
             self._says = self._says or not isinstance(part, Reasoning)
         if not self._separates:
             return [Content(part.text) if isinstance(part, Reasoning) else part for part in parts]
-        return self._with_whole_thoughts(parts, finished) if self._plan.in_one_piece else parts
+        return self._with_whole_thoughts(parts, is_last=is_last) if self._plan.in_one_piece else parts
 
-    def _with_whole_thoughts(self, parts: Iterable[Part], finished: bool) -> list[Part]:
+    def _with_whole_thoughts(self, parts: Iterable[Part], *, is_last: bool) -> list[Part]:
         """The parts with all reasoning in one piece."""
         found: list[Part] = []
         for part in parts:
@@ -76,7 +76,7 @@ class MessageReader:
                 continue
             self._end_thought(found)
             found.append(part)
-        if finished:
+        if is_last:
             self._end_thought(found)
         return found
 
@@ -85,9 +85,9 @@ class MessageReader:
             found.append(Reasoning("".join(self._thoughts)))
             self._thoughts.clear()
 
-    def deltas(self, text: str, finished: bool) -> list[Delta]:
+    def deltas(self, text: str, *, is_last: bool) -> list[Delta]:
         """What the next piece of text adds to the message."""
-        return [self._delta(part) for part in self.parts(text, finished)]
+        return [self._delta(part) for part in self.parts(text, is_last=is_last)]
 
     def _delta(self, part: Part) -> Delta:
         if isinstance(part, Content):
@@ -107,7 +107,7 @@ class MessageReader:
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[tuple[str, list[str]]] = []
-        for part in self.parts(text, finished=True):
+        for part in self.parts(text, is_last=True):
             if isinstance(part, CallStart):
                 calls.append((part.name, []))
             elif isinstance(part, Arguments):

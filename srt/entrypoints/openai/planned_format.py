@@ -49,7 +49,10 @@ class PlannedFormat(ResponseFormat):
 
     def begin(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
-        self._readers = {one.index: MessageReader(self._plan, self._inside_reasoning, self._names) for one in samples}
+        self._readers = {
+            one.index: MessageReader(self._plan, self._names, inside_reasoning=self._inside_reasoning)
+            for one in samples
+        }
 
     def note_end(self, sample: Sample) -> None:
         """The reader has the whole text of this sample."""

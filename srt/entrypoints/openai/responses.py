@@ -137,7 +137,7 @@ class _ResponsesFormat(PlannedFormat):
         ended = out.finish is not None
         reader = self._readers[0]
         reader.count(out.token_ids)
-        self._items.add(reader.parts(out.text, ended))
+        self._items.add(reader.parts(out.text, is_last=ended))
         if ended:
             self._items.end("completed" if isinstance(out.finish, StopFinish) else "incomplete")
             self.note_end(self._samples[0])

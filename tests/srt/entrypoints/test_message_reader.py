@@ -27,7 +27,7 @@ HARMONY = (
 
 
 def reader_of(**fields: Any) -> MessageReader:
-    return MessageReader(AnswerPlan(**fields), False, RequestNames(b"nonce"))
+    return MessageReader(AnswerPlan(**fields), RequestNames(b"nonce"), inside_reasoning=False)
 
 
 def cut(draw: Any, values: Any) -> list[Any]:
@@ -74,7 +74,7 @@ def test_the_count_of_reasoning_tokens_does_not_depend_on_the_pieces(data: st.Da
     texts, tokens = cut(data.draw, "".join(said)), cut(data.draw, ids)
     for i in range(5):
         streamed.count(tokens[i] if i < len(tokens) else [])
-        streamed.deltas(texts[i] if i < len(texts) else "", i == 4)
+        streamed.deltas(texts[i] if i < len(texts) else "", is_last=i == 4)
     assert streamed.num_reasoning_tokens == whole.num_reasoning_tokens
     if not ends or not "".join(said).lstrip().startswith("<think>"):
         assert whole.num_reasoning_tokens == 0
@@ -84,7 +84,7 @@ def test_the_count_of_reasoning_tokens_does_not_depend_on_the_pieces(data: st.Da
 
 def test_the_first_end_of_the_reasoning_counts() -> None:
     reader = reader_of(form=AnswerFormat(reasoning="qwen3"), reasoning_ends=frozenset({END}))
-    reader.deltas("<think>", False)
+    reader.deltas("<think>", is_last=False)
     for ids in ([0], [END, END, 0], [0, END]):
         reader.count(ids)
     assert reader.num_reasoning_tokens == 2
@@ -98,11 +98,11 @@ def test_the_deltas_join_to_the_message(form: AnswerFormat, data: st.DataObject)
     """Reasoning in one piece, and reasoning as content, change neither the order nor the text."""
     pieces = HARMONY if form.reasoning == "gpt-oss" else PIECES
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=6)))
-    plain = fields_in_order(reader_of(form=form).deltas(text, True))
+    plain = fields_in_order(reader_of(form=form).deltas(text, is_last=True))
     texts = cut(data.draw, text)
     for fields in ({}, {"in_one_piece": True}, {"content_only": True}):
         reader = reader_of(form=form, **fields)
-        deltas = [delta for i, piece in enumerate(texts) for delta in reader.deltas(piece, i == len(texts) - 1)]
+        deltas = [delta for i, piece in enumerate(texts) for delta in reader.deltas(piece, is_last=i == len(texts) - 1)]
         told = fields_in_order(deltas)
         message = reader_of(form=form, **fields).message(text)
         assert (message.content or "") == "".join(said for kind, said in told if kind == "content")
