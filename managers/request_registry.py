@@ -18,7 +18,7 @@ import msgspec
 
 from ..srt.errors import InvalidRequest, TercetError
 from ..srt.grammar_spec import ReasoningSpan
-from ..srt.io_struct import GenerateReq, pack_ids, unpack_ids
+from ..srt.io_struct import GenerateReq, pack_ids
 from ..srt.request_options import RequestOptions
 from .generation import Generation, GenerationOwner
 from .input_processor import InputProcessor
@@ -116,7 +116,7 @@ class AdoptedSample:
     def __init__(self, registry: RequestRegistry, request: GenerateReq, name: str) -> None:
         self.rid = name
         self.options = request.options
-        self.prompt_ids: Sequence[int] = unpack_ids(request.input_ids)  # type: ignore[assignment]
+        self.prompt_ids: Sequence[int] = memoryview(request.input_ids).cast("i")  # as a list, but without a copy
         self._registry = registry
 
     def stop(self, generation: Generation) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import fake_child
 import pytest
+from fake_http import FakeScheduler, make_manager
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
 
@@ -23,7 +24,7 @@ from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
 from tercet.srt.entrypoints.restarts import Death, crash_report, write_report
 from tercet.srt.errors import EngineDead
-from tercet.srt.io_struct import GenerateReq, LengthFinish
+from tercet.srt.io_struct import GenerateReq, LengthFinish, pack_ids
 from tercet.srt.ipc import RunDir
 from tercet.srt.machine.oom import num_oom_kills
 from tercet.srt.request_options import RequestOptions
@@ -356,6 +357,18 @@ def test_a_report_has_no_text_of_a_client_and_the_fatal_step_first() -> None:
     args = ServerArgs(model_path="m", crash_report_requests=True)
     first = crash_report(death, Journal(None, []), args, None, samples, 0)["requests"][0]
     assert (first["sampling"]["stop"], first["prompt_ids"], first["output_ids"]) == ("SECRET", [1, 2, 3], [4])
+
+
+def test_a_report_has_the_ids_of_a_sample_that_an_http_worker_has_prepared(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        manager = make_manager(FakeScheduler())
+        sample = manager.adopt(GenerateReq("key", pack_ids([1, 2, 3]), options(8)), "name", 0)
+        args = ServerArgs(model_path="m", crash_report_requests=True)
+        death = Death("scheduler", "died", 1, False, False)
+        path = write_report(crash_report(death, Journal(None, []), args, None, [sample], 0), tmp_path)
+        assert json.loads(path.read_text())["requests"][0]["prompt_ids"] == [1, 2, 3]
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
