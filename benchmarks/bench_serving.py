@@ -85,13 +85,13 @@ def make_requests(options: argparse.Namespace, maker: PromptMaker) -> list[Reque
             return mooncake(maker, path, count, seed)
     return workloads.shared_prefix(
         maker,
-        options.gsp_num_groups,
-        options.gsp_prompts_per_group,
-        options.gsp_system_prompt_len,
-        options.gsp_question_len,
-        options.gsp_output_len,
-        options.gsp_ordered,
-        seed,
+        num_groups=options.gsp_num_groups,
+        prompts_per_group=options.gsp_prompts_per_group,
+        system_prompt_len=options.gsp_system_prompt_len,
+        question_len=options.gsp_question_len,
+        output_len=options.gsp_output_len,
+        ordered=options.gsp_ordered,
+        seed=seed,
     )[:count]
 
 
@@ -125,7 +125,7 @@ async def _run(options: argparse.Namespace) -> _Run:
         await _wait_until_ready(client, options.ready_check_timeout_sec)
         server = await _ask_server(client)
         tokenizer = _tokenizer(options, server)
-        maker = PromptMaker(tokenizer, options.tokenize_prompt)
+        maker = PromptMaker(tokenizer, as_ids=options.tokenize_prompt)
         requests = make_requests(options, maker)
         if len(requests) < options.num_prompts:
             sys.stderr.write(f"{options.dataset_path} has only {len(requests)} usable requests, and all are sent\n")

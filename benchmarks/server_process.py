@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -193,9 +193,9 @@ def _last_lines(said: bytes) -> str:
 
 def cpu_s_by_name(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[str, float]:
     """Processor seconds between two snapshots of a server's processes, summed by process name."""
-    used: Counter[str] = Counter()
+    used: defaultdict[str, float] = defaultdict(float)
     for pid, process in after.items():
-        used[process.name] += process.cpu_s - (before[pid].cpu_s if pid in before else 0.0)  # type: ignore[assignment]
+        used[process.name] += process.cpu_s - (before[pid].cpu_s if pid in before else 0.0)
     return {name: round(seconds, 3) for name, seconds in used.items()}
 
 

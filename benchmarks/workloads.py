@@ -48,7 +48,7 @@ class Request:
 class PromptMaker:
     """Makes prompts of given lengths, as text or as token ids."""
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self.tokenizer = tokenizer
         self.as_ids = as_ids
 
@@ -148,6 +148,7 @@ def random_text(
 
 def shared_prefix(
     maker: PromptMaker,
+    *,
     num_groups: int,
     prompts_per_group: int,
     system_prompt_len: int,
@@ -168,13 +169,12 @@ def shared_prefix(
             question, _ = maker.random_prompt(question_len, rng)
             if isinstance(system, str):
                 assert isinstance(question, str)
-                prompt: Prompt = f"{system}\n\n{question}"
-                length = len(maker.tokenizer.encode(f"{system}\n\n{question}"))
+                text = f"{system}\n\n{question}"
+                requests.append(Request(text, len(maker.tokenizer.encode(text)), output_len))
             else:
                 assert not isinstance(question, str)
-                prompt = system + question
-                length = len(prompt)
-            requests.append(Request(prompt, length, output_len))
+                ids = system + question
+                requests.append(Request(ids, len(ids), output_len))
     if not ordered:
         order = random_stream(seed, Stream.ORDER).permutation(len(requests))
         requests = [requests[i] for i in order]

@@ -56,8 +56,16 @@ class Workload:
     def requests(self, maker: PromptMaker, seed: int) -> list[Request]:
         """The requests of this seed. Different seeds give different prompts."""
         if self.shared_len:
-            sizes = self.shared_len, self.own_len, self.output_len
-            return workloads.shared_prefix(maker, 1, self.num_requests, *sizes, True, seed)
+            return workloads.shared_prefix(
+                maker,
+                num_groups=1,
+                prompts_per_group=self.num_requests,
+                system_prompt_len=self.shared_len,
+                question_len=self.own_len,
+                output_len=self.output_len,
+                ordered=True,
+                seed=seed,
+            )
         return workloads.random_ids(maker, self.num_requests, self.own_len, self.output_len, 1.0, seed)
 
     def warmup(self) -> Workload:

@@ -30,7 +30,7 @@ from ...srt.request_options import RequestOptions
 from ...srt.sampling_params import SamplingParams
 from ...srt.schedule_record import Abort, Arrival, Flush, Retain
 from .cost import DeviceProfile
-from .device import SimClock, SimDevice, eos_id
+from .device import DeviceSettings, SimClock, SimDevice, eos_id
 from .replay import UNENDED, RecordedStep, Replay
 from .simulation import device_settings
 
@@ -175,10 +175,12 @@ class _Comparing:
 class _Device(SimDevice):
     """Gives each step the times of the recorded one, if it is the same step."""
 
-    def __init__(self, replay: Replay, clock: SimClock, requests: dict[int, _Request], settings: object) -> None:
+    def __init__(
+        self, replay: Replay, clock: SimClock, requests: dict[int, _Request], settings: DeviceSettings
+    ) -> None:
         free = DeviceProfile.of("none", StepCost(), is_asynchronous=replay.start.is_asynchronous)
         super().__init__(
-            settings,  # type: ignore[arg-type]
+            settings,
             max_total_num_tokens=replay.start.max_total_num_tokens,
             vocab_size=replay.start.vocab_size,
             profile=free,

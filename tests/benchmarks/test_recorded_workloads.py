@@ -133,7 +133,7 @@ def test_what_custom_cannot_use_is_refused_with_its_line(write: Any, line: Any, 
         custom(TEXTS, path, 9, None, None, 0)
 
 
-@pytest.mark.parametrize("maker", [IDS, PromptMaker(merging(), False)])
+@pytest.mark.parametrize("maker", [IDS, PromptMaker(merging(), as_ids=False)])
 def test_mooncake_shares_what_the_trace_shared(write: Any, maker: PromptMaker) -> None:
     size = MOONCAKE_BLOCK
     path = write(
