@@ -33,6 +33,8 @@ _PIECE = 32 << 20
 _ALIGNMENT = 64
 _MAGIC = b"tpk1"
 _TAIL = struct.Struct("<QI4s")
+_Place = tuple[str, list[int], int]
+"""Type and shape of a tensor, and where it begins in the data."""
 _MIN_HUGE = 0.9
 """A file is used where it is mapped if this share of it is on huge pages. Otherwise its tensors are copied there."""
 
@@ -66,7 +68,8 @@ class PackedFile(Mapping[str, torch.Tensor]):
                 copies = {name: arena.take(len(data)) for name, data in contents.items() if name not in never_copied}
                 list(pool.map(np.copyto, copies.values(), [contents[name] for name in copies]))
                 contents |= copies
-        self._tensors = {name: _tensor(contents[name], *place) for name, place in footer["tensors"].items()}
+        places: dict[str, _Place] = footer["tensors"]
+        self._tensors = {name: _tensor(contents[name], dtype, shape) for name, (dtype, shape, _) in places.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -80,7 +83,7 @@ class PackedFile(Mapping[str, torch.Tensor]):
 
 def write_packed(file: BinaryIO, key: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write a PackedFile. `tensors` may make each tensor when it is asked for it. Raises OSError."""
-    places: dict[str, tuple[str, list[int], int]] = {}
+    places: dict[str, _Place] = {}
     data = _DataWriter(file)
     for name, tensor in tensors:
         places[name] = dtype_name(tensor.dtype), list(tensor.shape), data.num_bytes
@@ -140,12 +143,12 @@ def _footer(file: BinaryIO, key: str) -> tuple[dict[str, Any], int]:
     raise ValueError(f"{file.name} is damaged or incomplete, or has another key")
 
 
-def _contents(memory: Bytes, places: Mapping[str, Any]) -> Iterator[tuple[str, Bytes]]:
+def _contents(memory: Bytes, places: Mapping[str, _Place]) -> Iterator[tuple[str, Bytes]]:
     for name, (dtype, shape, begin) in places.items():
         yield name, memory[begin : begin + math.prod(shape) * getattr(torch, dtype).itemsize]
 
 
-def _tensor(content: Bytes, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
+def _tensor(content: Bytes, dtype: str, shape: list[int]) -> torch.Tensor:
     if not len(content):
         return torch.empty(shape, dtype=getattr(torch, dtype))
     with warnings.catch_warnings():
