@@ -78,14 +78,7 @@ async def run_chat(
         stream_reasoning=body.stream_reasoning,
     )
     body, plan = await in_thread_if_large(request, constrained, body, plan)
-    max_tokens, max_tokens_field = _max_tokens(body)
-    try:
-        sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
-    except InvalidRequest as error:
-        if plan.constraint is None or error.param != "structural_tag":
-            raise
-        message = error.message.replace("structural_tag", plan.constrained_by)
-        raise InvalidRequest(message, param=plan.constrained_by) from None
+    sampling = await _sampling(server, request, body, plan)
     plan = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
     # An answer with many log probabilities is written in a thread, and the manager belongs to the event loop.
@@ -113,6 +106,19 @@ async def run_chat(
         reasoning=lambda: response_format.reasoning,
     )
     return await answer(server, request, [prompt], response_format=response_format, name=name)
+
+
+async def _sampling(server: Server, request: Request, body: ChatBody, plan: AnswerPlan) -> SamplingParams:
+    """The sampling parameters of a body that `constrained` has returned. An error in the grammar that this has written
+    names the field that the client has sent."""
+    max_tokens, max_tokens_field = _max_tokens(body)
+    try:
+        return await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
+    except InvalidRequest as error:
+        if plan.constraint is None or error.param != "structural_tag":
+            raise
+        message = error.message.replace("structural_tag", plan.constrained_by)
+        raise InvalidRequest(message, param=plan.constrained_by) from None
 
 
 def _continued(body: ChatBody) -> str:
