@@ -7,7 +7,7 @@ A record that was cut or changed is skipped. The next one is found by the mark. 
 of theirs looks like a record.
 
 A record that has been written survives the death of the process, not that of the machine: `append` leaves it to the
-system when the data reach the disk. `rewrite` waits for the disk.
+system when the data reach the disk. `write_new` waits for the disk.
 """
 
 from __future__ import annotations
