@@ -9,15 +9,15 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import EngineDead
+from ..errors import TercetError
 from ..machine.open_files import raise_open_files_limit
 from .bounded_http import BoundedHttpProtocol
+from .error_handlers import error_response
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,12 @@ def adopt_uvicorn_logs(level: str) -> None:
     uvicorn_logger.propagate = False
 
 
+class ServerStarting(TercetError):
+    status: ClassVar[int] = 503
+    err_type: ClassVar[str] = "service_unavailable"
+    code: ClassVar[str | None] = "starting"
+
+
 class HttpListener:
     """Serves one app on one socket, in the event loop in which it is made."""
 
@@ -113,15 +119,7 @@ class HttpListener:
         await self._serving
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.app
-        if app is None:
-            error = {
-                "message": "the server is starting",
-                "type": EngineDead.err_type,
-                "param": None,
-                "code": "starting",
-            }
-            app = JSONResponse({"error": error}, status_code=503, headers={"Retry-After": "1"})
+        app = self.app or error_response(ServerStarting("the server is starting"))
         await app(scope, receive, send)
 
 
