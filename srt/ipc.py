@@ -63,10 +63,15 @@ class RunDir:
         return cls(Path(path))
 
     def next_life(self) -> RunDir:
-        """The same directory, with the sockets of the next life. Removes the files of this life."""
+        """The same directory, or a new one (`renewed`), with the sockets of the next life. Removes the files of this
+        life."""
         for path in self.path.glob(f"{self.life}-*"):
             path.unlink(missing_ok=True)
-        return RunDir(self.path, self.life + 1)
+        return RunDir(self.renewed().path, self.life + 1)
+
+    def renewed(self) -> RunDir:
+        """This directory, or a new one if somebody has removed this one, such as a program that cleans /tmp."""
+        return self if self.path.exists() else RunDir(self.create().path, self.life)
 
     def remove(self) -> None:
         """Remove the directory and its files. Repeated, because a starting process may create a file meanwhile.
@@ -101,9 +106,14 @@ class Receiver(Generic[T]):
     """The receiving end of a link, for a synchronous loop. `union`: the type of the messages."""
 
     def __init__(self, context: zmq.Context[Any], address: str, union: Any) -> None:
+        """Raises OSError if there is no room for the socket's file."""
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(0)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise OSError(error.errno, os.strerror(error.errno), address.removeprefix("ipc://")) from None
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
     def drain(self) -> list[T | BrokenMessage]:

@@ -131,22 +131,17 @@ class GrammarProcess:
         if self._child is not None:
             await stop_children([self._child])
         self._forget_worker()
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        self._close_receiver()
+        self._run_dir.remove()
 
     async def _start(self) -> tuple[ChildProcess, Sender[CheckGrammarReq]]:
         if self._child is not None and self._child.ended.done():
             self._forget_worker()
         if self._is_stopped:
             raise EngineDead("the engine was shut down")
-        if self._receiver is None:
-            self._receiver = AsyncReceiver(
-                self._context, self._run_dir.grammar_replies, CheckGrammarReply, self._on_message
-            )
-            self._receiver.start(asyncio.get_running_loop())
         try:
             if self._child is None:
+                self._listen()
                 self._child = ChildProcess.start("grammar", self._child_module).launch(self._server_args, self._run_dir)
         except OSError as error:  # for example no memory, or too many open files
             raise _NoVerdict(f"could not be started: {error.strerror or error}") from None
@@ -164,6 +159,23 @@ class GrammarProcess:
         if self._sender is None:
             self._sender = Sender(self._context, self._run_dir.grammar)
         return child, self._sender
+
+    def _listen(self) -> None:
+        """Makes the socket for replies, again if somebody has removed its directory. Raises OSError."""
+        run_dir = self._run_dir.renewed()
+        if run_dir is not self._run_dir:
+            self._run_dir = run_dir
+            self._close_receiver()
+        if self._receiver is None:
+            self._receiver = AsyncReceiver(
+                self._context, self._run_dir.grammar_replies, CheckGrammarReply, self._on_message
+            )
+            self._receiver.start(asyncio.get_running_loop())
+
+    def _close_receiver(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     def _on_message(self, message: CheckGrammarReply | BrokenMessage) -> None:
         if self._answer is None or not isinstance(message, CheckGrammarReply):

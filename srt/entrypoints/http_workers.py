@@ -163,6 +163,7 @@ class HttpWorkers:
                     self._run(worker.on_hang(verdict))
 
     def _start(self, listener: socket.socket) -> Worker:
+        self._run_dir = self._run_dir.renewed()
         run_dir = RunDir(self._run_dir.path, self._num_started)
         self._num_started += 1
         args = self._server_args

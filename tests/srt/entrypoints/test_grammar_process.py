@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,24 @@ def test_it_judges_and_survives_what_kills_it() -> None:
             await process.compile(spec("{}"))
 
     with_process(work)
+
+
+def test_the_folder_of_its_sockets_may_be_removed_at_any_time(run_dirs: Path) -> None:
+    def remove_folders() -> None:
+        for path in run_dirs.iterdir():
+            shutil.rmtree(path)
+
+    async def work(process: GrammarProcess) -> None:
+        remove_folders()
+        assert await process.compile(spec('{"type": "object"}')) is None
+        remove_folders()
+        assert await process.compile(spec('{"type": "array"}')) is None
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert await process.compile(spec('{"type": "string"}')) is None
+
+    with_process(work)
+    assert os.listdir(run_dirs) == []
 
 
 def test_a_worker_cannot_take_much_memory() -> None:

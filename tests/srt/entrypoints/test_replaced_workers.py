@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -113,6 +114,19 @@ def test_a_worker_that_comes_between_two_restarts_of_the_engine_hears_of_the_sec
         rig.manager.on_death(None)
         assert new.stalls[-1] == rig.told[1].stalls[-1] == "restarting"
         assert None in new.stalls
+
+    run(work, monkeypatch)
+
+
+def test_a_worker_is_started_again_after_its_folder_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(rig: Rig) -> None:
+        shutil.rmtree(rig.workers._run_dir.path)
+        Child.started[0].kill()
+        await turns()
+        Child.started[2].ready.set_result(None)
+        await turns()
+        assert [worker.child for worker in rig.workers._workers] == Child.started[1:]
+        assert all(worker.is_open for worker in rig.workers._workers)
 
     run(work, monkeypatch)
 

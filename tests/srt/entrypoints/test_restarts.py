@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 import types
@@ -224,6 +225,22 @@ def test_a_restart_that_fails_is_tried_again(run_dirs: Path, tmp_path: Path, mon
         assert (await asyncio.wait_for(sample.result(), 20)).text == text_of(100)
         assert len(attempts) == 2 and sample.num_recoveries == 1
         assert [run_dir.life for run_dir in folders] == [0, 0, 1]
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+def test_an_engine_whose_folder_was_removed_goes_on_in_another_one(run_dirs: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        (first,) = await core.tokenizer_manager.submit([1], options(1))
+        await asyncio.wait_for(first.result(), PATIENCE_S)  # so all processes have found their sockets
+        shutil.rmtree(core._life.run_dir.path)
+        (sample,) = await core.tokenizer_manager.submit([1], options(100))
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        assert (await asyncio.wait_for(sample.result(), PATIENCE_S)).text == text_of(100)
+        assert sample.num_recoveries == 1 and core._life.run_dir.path.stat().st_mode & 0o777 == 0o700
         await core.stop()
 
     asyncio.run(scenario())
