@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 from scheduler_rig import Rig
 
+from tercet.srt.io_struct import Resumed
+
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_throughput_counts_no_pause(overlap: bool) -> None:
@@ -116,6 +118,18 @@ def test_a_retraction_does_not_count_as_waiting() -> None:
         rig.clock.now += 1.0
     retracted = [heard.last.counts for heard in rig.heard.values() if heard.last and heard.last.counts.num_retractions]
     assert retracted and all(counts.queue_time_s is not None and counts.queue_time_s < 5.0 for counts in retracted)
+
+
+def test_what_an_engine_that_has_died_had_in_its_cache_is_no_hit(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    with caplog.at_level("INFO"):
+        rig.add("resumed", list(range(30)), resumed=Resumed([7, 8], cached_tokens=20, num_retractions=0))
+        rig.turn()
+    assert "#new-token: 32, #cached-token: 0" in caplog.text
+    while rig.is_busy:
+        rig.turn()
+    assert rig.scheduler.state().cache_hit_rate == 0.0
+    assert rig.heard["resumed"].last is not None and rig.heard["resumed"].last.counts.cached_tokens == 20
 
 
 def test_a_refused_request_did_not_wait() -> None:
