@@ -36,11 +36,14 @@ class RunDir:
 
     `life`: the number of times that the engine's processes were restarted. Each life has sockets of its own, so that
     a message from a dead process never reaches a later life.
+    `work_dir`: the working directory of the engine's processes, in which relative paths of its settings begin. The
+    process that has the engine may change its own: a notebook does that. None: a process keeps that of its parent.
     """
 
-    def __init__(self, path: Path, life: int = 0) -> None:
+    def __init__(self, path: Path, life: int = 0, work_dir: str | None = None) -> None:
         self.path = path
         self.life = life
+        self.work_dir = work_dir
         self.scheduler = f"ipc://{path}/{life}-scheduler"
         self.detokenizer = f"ipc://{path}/{life}-detokenizer"
         self.tokenizer = f"ipc://{path}/{life}-tokenizer"
@@ -55,23 +58,29 @@ class RunDir:
 
     @classmethod
     def create(cls) -> RunDir:
-        """Create a directory of mode 0700, in /tmp if TMPDIR is too long for the name of a socket."""
+        """Create a directory of mode 0700, in /tmp if TMPDIR is too long for the name of a socket.
+
+        `work_dir` is the present one.
+        """
         path = tempfile.mkdtemp(prefix="tercet-")
         if len(os.fsencode(path)) + len("/999999-detokenizer") > _MAX_UNIX_PATH:
             os.rmdir(path)
             path = tempfile.mkdtemp(prefix="tercet-", dir="/tmp")
-        return cls(Path(path))
+        try:
+            return cls(Path(path), work_dir=os.getcwd())
+        except FileNotFoundError:  # it was removed
+            return cls(Path(path))
 
     def next_life(self) -> RunDir:
         """The same directory, or a new one (`renewed`), with the sockets of the next life. Removes the files of this
         life."""
         for path in self.path.glob(f"{self.life}-*"):
             path.unlink(missing_ok=True)
-        return RunDir(self.renewed().path, self.life + 1)
+        return RunDir(self.renewed().path, self.life + 1, self.work_dir)
 
     def renewed(self) -> RunDir:
         """This directory, or a new one if somebody has removed this one, such as a program that cleans /tmp."""
-        return self if self.path.exists() else RunDir(self.create().path, self.life)
+        return self if self.path.exists() else RunDir(self.create().path, self.life, self.work_dir)
 
     def remove(self) -> None:
         """Remove the directory and its files. Repeated, because a starting process may create a file meanwhile.

@@ -168,6 +168,9 @@ def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
         spec = read_spec(_STDIN)
     except EOFError:
         return 1
+    if spec.work_dir is not None:
+        with contextlib.suppress(OSError):  # it may have been removed; absolute paths need none
+            os.chdir(spec.work_dir)
     log.configure(role, spec.server_args.log_level, spec.server_args.log_format)
     life = _Life(role, spec, parent)
     run = roles[role]

@@ -30,6 +30,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     server_args: ServerArgs
     run_dir: str
     life: int
+    work_dir: str | None
     """See RunDir."""
     ready_fd: int
     """File descriptor of the inherited pipe for the child's report."""

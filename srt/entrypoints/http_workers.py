@@ -164,7 +164,7 @@ class HttpWorkers:
 
     def _start(self, listener: socket.socket) -> Worker:
         self._run_dir = self._run_dir.renewed()
-        run_dir = RunDir(self._run_dir.path, self._num_started)
+        run_dir = RunDir(self._run_dir.path, self._num_started, self._run_dir.work_dir)
         self._num_started += 1
         args = self._server_args
         child = ChildProcess.start("http_worker", self._child_module, listener=listener).launch(args, run_dir)

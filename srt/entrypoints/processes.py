@@ -131,14 +131,15 @@ class ChildProcess:
         assert self._process.stdin is not None and self._inherited is not None and self.launched_with is None
         self.launched_with = server_args
         with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
-            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, *self._inherited)
+            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, run_dir.work_dir, *self._inherited)
             write_frame(self._process.stdin.fileno(), spec)
         return self
 
     async def fork(self, run_dir: RunDir) -> ChildProcess:
         """A fork of this process, which has reported Loaded. Raises OSError if there is none."""
         assert self._forks is not None and self.launched_with is not None
-        process, ready_fd = await self._forks.fork(LaunchSpec(self.launched_with, str(run_dir.path), run_dir.life, -1))
+        spec = LaunchSpec(self.launched_with, str(run_dir.path), run_dir.life, run_dir.work_dir, -1)
+        process, ready_fd = await self._forks.fork(spec)
         return ChildProcess(self.role, process, ready_fd, launched_with=self.launched_with)
 
     def ask_to_stop(self) -> None:
@@ -218,6 +219,8 @@ async def stop_children(children: Iterable[ChildProcess]) -> None:
 
 def _environment(role: Role) -> dict[str, str]:
     environment = child_environment(usable_cores() if role == "scheduler" else 1)
-    # The child searches for modules in the same places as this process.
-    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    # The child searches for modules in the same places as this process. If it has found this package in its working
+    # directory (the entry ""), it may have left that since.
+    found_in = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, found_in])
     return environment

@@ -192,6 +192,27 @@ def test_however_the_script_ends_nothing_stays_behind(tmp_path: Path, ending: st
     assert "Traceback" not in ran.stderr
 
 
+def test_a_notebook_may_change_its_folder(tmp_path: Path) -> None:
+    """Processes that start later find the package, and the relative paths of the settings."""
+    before = """
+import os, sys, psutil, tercet
+root = os.path.dirname(os.path.dirname(tercet.__file__))
+sys.path[:] = ["" if entry == root else entry for entry in sys.path]
+os.chdir(root)
+"""
+    after = """
+os.chdir("/")
+core = engine._thread.core
+for pid in (core._spares["scheduler"].pid, core.child_pids["scheduler"]):
+    os.kill(pid, signal.SIGKILL)
+*_, last = stream
+assert (last["meta_info"]["completion_tokens"], last["meta_info"]["num_recoveries"]) == (400, 1)
+assert psutil.Process(core.child_pids["scheduler"]).cwd() == root
+"""
+    ran = _run_script(tmp_path, after, before=before)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_ctrl_c_in_a_shutdown_that_takes_long_leaves_nothing_behind(tmp_path: Path) -> None:
     code = """
 import threading
@@ -223,12 +244,12 @@ open(sys.argv[2], "w").write(repr(kinds))
     assert result.read_text() == "[True, True, True]"
 
 
-def _run_script(tmp_path: Path, code: str, **env: str) -> subprocess.CompletedProcess[str]:
+def _run_script(tmp_path: Path, code: str, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """Runs it to its end, and sees that nothing stays behind."""
     run_dirs = tmp_path / "r"
     run_dirs.mkdir()
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT + code, str(write_toy_config(tmp_path))],
+        [sys.executable, "-c", before + SCRIPT + code, str(write_toy_config(tmp_path))],
         env=environment(run_dirs, **env),
         capture_output=True,
         text=True,
