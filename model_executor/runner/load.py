@@ -253,16 +253,7 @@ class _RunnerBuilder:
     def _build(self, pool_tokens: int) -> ModelRunner:
         """Build a runner with a pool of `pool_tokens` tokens."""
         settings, config = self.settings, self.config
-        kv_pool = MHATokenToKVPool(
-            pool_tokens,
-            settings.page_size,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            settings.kv_dtype,
-            settings.device,
-            kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype),
-        )
+        kv_pool = self._kv_pool(pool_tokens)
         backend = HOPPER if settings.hopper_prefill else settings.attention_backend
         attention = create_attention_backend(backend, family_of(config).attention(config), kv_pool)
         model = self._model(settings, self.parameters, attention)
@@ -279,6 +270,26 @@ class _RunnerBuilder:
             self.accelerator,
             num_bytes,
         )
+
+    def _kv_pool(self, num_tokens: int) -> MHATokenToKVPool:
+        settings, config = self.settings, self.config
+        try:
+            return MHATokenToKVPool(
+                num_tokens,
+                settings.page_size,
+                config.num_layers,
+                config.num_kv_heads,
+                config.head_dim,
+                settings.kv_dtype,
+                settings.device,
+                kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype),
+            )
+        except OSError as error:  # a limit on the address space, or a system that does not overcommit memory
+            num_mib = num_tokens * self.bytes_per_token >> 20
+            raise ValueError(
+                f"a KV pool of {num_tokens} tokens ({num_mib} MiB) cannot be allocated: "
+                f"{error.strerror}; choose a smaller --max-total-tokens, or raise the limit (ulimit -v)"
+            ) from None
 
     def _model(self, settings: RunnerSettings, parameters: Parameters, attention: AttentionBackend) -> Model:
         layers = self._layers(settings, attention.name)

@@ -347,6 +347,7 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             return
         if error is not None:
             future.set_exception(error)
+            future.exception()  # marks it as retrieved: nobody awaits it if the start fails for another reason, too
         else:
             future.set_result(result)  # type: ignore[arg-type]
 

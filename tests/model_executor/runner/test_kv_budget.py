@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-import pytest
+import errno
 
+import pytest
+from toy_runner import make_toy_runner
+
+from tercet.mem_cache import token_to_kv_pool
 from tercet.model_executor.device.memory import Memory, host_memory
 from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_BYTES, DEFAULT_CPU_SHARE, check_host_kv, num_kv_tokens
 
@@ -175,3 +179,14 @@ def test_the_page_cache_is_available(host, files):
 def test_this_host():
     memory = host_memory()
     assert 0 < memory.available <= memory.total
+
+
+def test_a_pool_that_the_system_refuses_is_named(monkeypatch):
+    """`ulimit -v` is such a limit."""
+
+    def refuse(num_bytes):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(token_to_kv_pool, "zeroed", refuse)
+    with pytest.raises(ValueError, match=r"4096 tokens .*Cannot allocate memory; choose a smaller --max-total-tokens"):
+        make_toy_runner(max_total_tokens=4096)

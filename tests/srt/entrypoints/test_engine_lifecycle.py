@@ -20,6 +20,7 @@ from patience import PATIENCE_S
 from toy_engine import environment, is_gone, toy_args, write_toy_config
 
 from tercet.srt.entrypoints import engine as engine_module
+from tercet.srt.entrypoints import engine_core, engine_life
 from tercet.srt.entrypoints.engine import Engine
 from tercet.srt.entrypoints.engine_thread import EngineThread
 from tercet.srt.errors import EngineDead
@@ -79,6 +80,28 @@ def test_a_failed_start_leaves_no_task_behind(
         ToyEngine(server_args=toy_args(tmp_path))
     gc.collect()
     assert "destroyed" not in caplog.text
+
+
+def test_a_start_that_fails_for_two_reasons_raises_one_and_logs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_failed = threading.Event()
+
+    def no_tokenizer(*_: object) -> None:
+        has_failed.set()
+        raise ValueError("no tokenizer")
+
+    def no_process(*_: object, **__: object) -> None:
+        assert has_failed.wait(PATIENCE_S)
+        time.sleep(0.1)  # so that the loop has been told
+        raise OSError("no processes")
+
+    monkeypatch.setattr(engine_core, "tokenizer_of", no_tokenizer)
+    monkeypatch.setattr(engine_life, "ChildProcess", no_process)
+    with pytest.raises(OSError, match="no processes"):
+        ToyEngine(server_args=toy_args(tmp_path))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_start_that_fails_fast_says_why(tmp_path: Path) -> None:
