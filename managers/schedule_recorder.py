@@ -62,9 +62,17 @@ class ScheduleRecorder:
     """Writes the records of one scheduler. Wrap its ends before it is built."""
 
     def __init__(
-        self, path: Path, server_args: ServerArgs, config: ModelConfig, runner: EngineRunner, clock: Callable[[], float]
+        self,
+        path: Path,
+        server_args: ServerArgs,
+        config: ModelConfig,
+        runner: EngineRunner,
+        clock: Callable[[], float],
+        *,
+        is_restart: bool = False,
     ) -> None:
-        """`runner`: its limits are recorded. `clock`: that of the scheduler.
+        """`runner`: its limits are recorded. `clock`: that of the scheduler. `is_restart`: a full disk must not end the
+        engine, so the recording begins when the disk has room.
 
         Raises ValueError if the file cannot be written.
         """
@@ -85,7 +93,7 @@ class ScheduleRecorder:
             equal_cost_depth=equal_cost_depth(config),
         )
         try:
-            self._file = ScheduleFile(path, start)
+            self._file = ScheduleFile(path, start, may_begin_later=is_restart)
         except OSError as error:
             raise ValueError(f"--record-schedule {path}: {error.strerror or error}") from error
         self._clock = clock

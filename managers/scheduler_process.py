@@ -114,7 +114,9 @@ def run_scheduler(
     recorder = None
     if server_args.record_schedule is not None:
         path = Path(server_args.record_schedule)
-        recorder = ScheduleRecorder(path, server_args, model_config, runner, time.monotonic)
+        recorder = ScheduleRecorder(
+            path, server_args, model_config, runner, time.monotonic, is_restart=run_dir.life > 0
+        )
         ends = recorder.wrap(ends)
     io = SchedulerIO(ends.inbox, ends.outbox, tokenizer_link, time.monotonic)
     journal = open_journal(run_dir.journal, runner.settings.max_running_requests)

@@ -151,8 +151,19 @@ class ScheduleFile:
     """Writes records. An error of the disk stops the recording for a while, and nothing else. It goes on in a new
     file."""
 
-    def __init__(self, path: Path, start: Start, max_bytes: int = MAX_BYTES, num_kept: int = NUM_KEPT) -> None:
-        """Rotates a file that exists. Raises OSError if the file cannot be made, or if the path is no file's."""
+    def __init__(
+        self,
+        path: Path,
+        start: Start,
+        max_bytes: int = MAX_BYTES,
+        num_kept: int = NUM_KEPT,
+        *,
+        may_begin_later: bool = False,
+    ) -> None:
+        """Rotates a file that exists. Raises OSError if the path is no file's, or if the file cannot be made.
+
+        `may_begin_later`: a file that cannot be made is an error of the disk, as later.
+        """
         if path.exists() and not path.is_file():  # rotation would rename a folder or a device
             raise OSError(errno.EINVAL, "is not a regular file")
         self._path = path
@@ -164,7 +175,13 @@ class ScheduleFile:
         self._size = 0
         self._retry_s: float | None = None
         """When a new file is tried, if there is none. None: that much later than the next record."""
-        self._file: IO[bytes] | None = self._open(start)
+        self._file: IO[bytes] | None = None
+        try:
+            self._file = self._open(start)
+        except OSError as error:
+            if not may_begin_later:
+                raise
+            self._end(error)
 
     @property
     def part(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
-from toy_engine import REAL_SERVER, ServerProcess, Stream, environment, is_gone
+from toy_engine import REAL_SERVER, ServerProcess, Stream, environment, is_gone, toy_flags
 
 from tercet.srt.model_files.default_model import require_default_model
 from tercet.srt.text.tokenizer import load_tokenizer
@@ -132,6 +133,19 @@ def test_a_token_that_the_model_has_no_row_for(run_dirs: Path, tmp_path: Path) -
         assert refused.status_code == 400 and "'[PAD]'" in refused.json()["error"]["message"]
         assert neighbour.wait().data.pop() == "[DONE]"
         assert client.get("/health").status_code == 200
+
+
+def test_an_engine_that_cannot_record_its_schedule_is_restarted_without(run_dirs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    flags = [*toy_flags(tmp_path), "--port", "0", "--max-total-tokens", "1024", "--engine-restarts", "1"]
+    flags += ["--record-schedule", str(folder / "record")]
+    with ServerProcess(run_dirs, flags, module=REAL_SERVER) as server, server.ready().client() as client:
+        shutil.rmtree(folder)
+        os.kill(server.children["scheduler"], signal.SIGKILL)
+        answer = client.post("/generate", json={"input_ids": [1], "sampling_params": {"max_new_tokens": 3}})
+        assert len(answer.json()["output_ids"]) == 3
+        assert server.logged("The recording of the schedule stops")
 
 
 def test_without_restarts_a_killed_scheduler_ends_sixteen_streams_with_errors(run_dirs: Path) -> None:

@@ -136,6 +136,21 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
     assert "No space left on device" in record.getMessage()
 
 
+def test_the_recording_of_a_restarted_engine_may_begin_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gone" / "record"
+    with pytest.raises(OSError, match="No such file"):
+        ScheduleFile(path, start())
+    file = ScheduleFile(path, start(), may_begin_later=True)
+    assert "The recording of the schedule stops" in caplog.text and "No such file" in caplog.text
+    path.parent.mkdir()
+    for now_s in range(200):
+        file.write(Flush(now_s, 0.5), now_s=float(now_s))
+    file.close()
+    assert turns(path) == list(range(turns(path)[0], 200)) and not Recording(path).is_whole
+
+
 def test_a_recording_goes_on_when_the_disk_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
