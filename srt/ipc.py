@@ -122,6 +122,7 @@ class Receiver(Generic[T]):
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._socket.close()
+            assert error.errno is not None
             raise OSError(error.errno, os.strerror(error.errno), address.removeprefix("ipc://")) from None
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
