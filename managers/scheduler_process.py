@@ -104,6 +104,7 @@ def run_scheduler(
     Raises ValueError for settings that do not fit the model or the machine.
     """
     server_args, model_config, tokenizer, runner = loaded
+    is_restart = run_dir.life > 0
     config = read_config(server_args.kv_events_config)
     kv_events = None if config is None else KVEventPublisher(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -114,9 +115,7 @@ def run_scheduler(
     recorder = None
     if server_args.record_schedule is not None:
         path = Path(server_args.record_schedule)
-        recorder = ScheduleRecorder(
-            path, server_args, model_config, runner, time.monotonic, is_restart=run_dir.life > 0
-        )
+        recorder = ScheduleRecorder(path, server_args, model_config, runner, time.monotonic, is_restart=is_restart)
         ends = recorder.wrap(ends)
     io = SchedulerIO(ends.inbox, ends.outbox, tokenizer_link, time.monotonic)
     journal = open_journal(run_dir.journal, runner.settings.max_running_requests)
@@ -130,7 +129,7 @@ def run_scheduler(
         step_log=ends.step_log,
         journal=journal,
         kv_events=kv_events,
-        tiers=_tiers(server_args, model_config, runner),
+        tiers=_tiers(server_args, model_config, runner, is_restart=is_restart),
         host_kv_pool=None if runner.is_asynchronous else runner.kv_pool,
         load_weights=partial(_load_weights, runner),
     )
@@ -283,8 +282,13 @@ def _memory(
     )
 
 
-def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner) -> KVTiers | None:
-    """The tiers below the KV pool. Raises ValueError if the folder of the files cannot be used, or is too small."""
+def _tiers(
+    server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner, *, is_restart: bool
+) -> KVTiers | None:
+    """The tiers below the KV pool. Raises ValueError if the folder of the files cannot be used, or is too small.
+
+    `is_restart`: a disk that has failed meanwhile must not end the engine, which runs without the files.
+    """
     host_kv = runner.host_kv
     if host_kv is None:
         return None
@@ -296,8 +300,14 @@ def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunn
                 f"--hicache-storage-size {server_args.hicache_storage_size:g} is less than one file of "
                 f"{host_kv.block_len} tokens ({block_bytes} bytes)"
             )
-        files = KVFiles(Path(server_args.hicache_storage_dir), max_bytes)
-        storage = KVStorage(files, host_kv.memory, time.monotonic)
+        try:
+            files = KVFiles(Path(server_args.hicache_storage_dir), max_bytes)
+        except ValueError as error:
+            if not is_restart:
+                raise
+            logger.error("The engine runs without KV files: %s", error)
+        else:
+            storage = KVStorage(files, host_kv.memory, time.monotonic)
     return KVTiers(
         page_size=runner.settings.page_size,
         block_len=host_kv.block_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -84,6 +85,20 @@ def assert_in_files(server: ServerProcess, prompt: list[int], first: Answer) -> 
         restored = ask(server, prompt)
     assert restored[:2] == first[:2]
     assert restored.cached == whole and restored.details == {"device": 0, "host": 0, "storage": whole}
+
+
+def test_a_folder_that_cannot_be_used_at_a_restart_costs_only_its_files(tmp_path: Path) -> None:
+    """A disk that has failed is often mounted again for reading only."""
+    model = write_toy_config(tmp_path, max_position_embeddings=2048, hidden_size=64, num_hidden_layers=2)
+    folder = tmp_path / "kv"
+    with ServerProcess(tmp_path, flags(model, folder), module=REAL_SERVER) as server:
+        first = ask(server.ready(), [1] * 100)
+        shutil.rmtree(folder)
+        folder.touch()
+        os.kill(server.children["scheduler"], signal.SIGKILL)
+        assert server.logged("The engine runs again", PATIENCE_S)
+        assert ask(server, [1] * 100)[:2] == first[:2]
+        assert "The engine runs without KV files: --hicache-storage-dir" in server.log
 
 
 def test_a_size_that_no_file_fits_into_is_refused_before_anything_is_removed(tmp_path: Path) -> None:
