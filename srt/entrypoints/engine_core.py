@@ -30,6 +30,7 @@ from ..server_args import ServerArgs
 from ..step_journal import Journal, read_journal
 from ..text.tokenizer import tokenizer_of
 from .engine_life import EngineLife
+from .forks import ForkServerDied
 from .grammar_process import GrammarProcess
 from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, Role, stop_children
 from .restarts import Death, RestartBudget, crash_report, write_report
@@ -272,6 +273,9 @@ class EngineCore:
                 logger.error("The engine has failed: %s; restarting it again", error)
                 self.tokenizer_manager.on_death(None)
             except Exception as error:
+                if isinstance(error, ForkServerDied) and spares:
+                    logger.error("%s, too; starting new processes", str(error).capitalize())
+                    continue
                 # The same settings have worked before, so the cause may pass: a full disk, or too little memory.
                 if not self._budget.take():
                     self._die(f"{death.message}; it could not be restarted: {error}")

@@ -23,6 +23,13 @@ UNKNOWN_EXIT = 256
 _TIMEOUT_S = 5.0
 
 
+class ForkServerDied(OSError):
+    """There is no fork server any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the fork server has died")
+
+
 class ForkedProcess:
     """A forked process, with the methods of `subprocess.Popen` that ChildProcess uses."""
 
@@ -86,7 +93,10 @@ class ForkLink:
         self._loop.add_reader(self._socket, self._on_readable)
 
     async def fork(self, spec: LaunchSpec) -> tuple[ForkedProcess, int]:
-        """A new process, and the end of its pipe for reports. Raises OSError if there is none."""
+        """A new process, and the end of its pipe for reports. Raises ForkServerDied, and OSError if there is none for
+        another reason."""
+        if self._socket.fileno() < 0:
+            raise ForkServerDied
         childs_stdin, stdin = os.pipe()
         try:
             ready_fd, childs_ready_fd = os.pipe()
@@ -104,6 +114,8 @@ class ForkLink:
             os.close(ready_fd)
             if isinstance(error, TimeoutError):
                 raise OSError("the fork server does not answer") from None
+            if isinstance(error, BrokenPipeError):
+                raise ForkServerDied from None
             raise
         finally:
             self._answer = None
@@ -120,7 +132,7 @@ class ForkLink:
         self._loop.remove_reader(self._socket)
         self._socket.close()
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(OSError("the fork server has died"))
+            self._answer.set_exception(ForkServerDied())
 
     def _on_readable(self) -> None:
         try:

@@ -25,6 +25,7 @@ from toy_engine import is_gone, text_of, toy_args
 from tercet.managers.scheduler_process import LoadedModel
 from tercet.srt.entrypoints import forks
 from tercet.srt.entrypoints.engine_core import EngineCore
+from tercet.srt.entrypoints.handshake import LaunchSpec
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -135,6 +136,32 @@ def test_the_engine_runs_on_without_its_fork_server(tmp_path: Path) -> None:
         await core.stop()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_fork_server_that_dies_with_its_fork_costs_one_restart(
+    is_seen: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`is_seen`: its link is closed already, but nobody knows yet how it has ended."""
+
+    async def scenario() -> None:
+        core = await start(tmp_path, engine_restarts=1)
+        server = core._spares["scheduler"]
+        link = server._forks
+        assert link is not None
+
+        async def fork(spec: LaunchSpec) -> Any:
+            os.kill(server.pid, signal.SIGKILL)
+            if is_seen:
+                link.close()
+            return await forks.ForkLink.fork(link, spec)
+
+        link.fork = fork  # type: ignore[method-assign]
+        assert await answer_after_a_kill(core, "scheduler") == text_of(60)
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert "The fork server has died, too; starting new processes" in caplog.text
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
