@@ -16,22 +16,18 @@ from typing import Any
 
 import fake_child
 import pytest
-from fake_http import FakeScheduler, make_manager
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
 
 from tercet.srt.entrypoints import engine_core, sse
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
-from tercet.srt.entrypoints.restarts import Death, crash_report, write_report
 from tercet.srt.errors import EngineDead
-from tercet.srt.io_struct import GenerateReq, LengthFinish, pack_ids
+from tercet.srt.io_struct import LengthFinish
 from tercet.srt.ipc import RunDir
 from tercet.srt.machine.oom import num_oom_kills
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.server_args import ServerArgs
-from tercet.srt.step_journal import Journal, JournalRow
 
 TOKENS = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 150}}
 CACHE = "XDG_CACHE_HOME"
@@ -56,13 +52,6 @@ async def _start(folder: Path, **settings: Any) -> EngineCore:
 def test_the_machine_tells_about_kills_for_memory() -> None:
     count = num_oom_kills()
     assert count is None or count >= 0
-
-
-def test_reports_are_private_and_few(tmp_path: Path) -> None:
-    paths = [write_report({"num_earlier_restarts": i, "a": "b"}, tmp_path / "new") for i in range(30)]
-    assert paths[-1].stat().st_mode & 0o777 == 0o600
-    assert json.loads(paths[-1].read_text())["a"] == "b"
-    assert len(list((tmp_path / "new").iterdir())) == 20
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
@@ -345,47 +334,6 @@ def test_streams_show_life_while_a_process_is_stopped(run_dirs: Path, tmp_path: 
             os.kill(server.children["scheduler"], signal.SIGCONT)
         assert stream.comments[0] == ": waiting"
         assert json.loads(stream.wait().data[-2])["text"] == text_of(150)
-
-
-def test_a_report_has_no_text_of_a_client_and_the_fatal_step_first() -> None:
-    params = SamplingParams(
-        stop="SECRET", stop_regex="SECRET+", json_schema='{"const": "SECRET"}', logit_bias={"5": 1.0}, temperature=0.5
-    )
-    samples: list[Any] = [
-        types.SimpleNamespace(
-            key=str(i),
-            rid=f"r{i}",
-            index=0,
-            prompt_ids=[1, 2, 3],
-            output_ids=[4],
-            num_recoveries=0,
-            request=GenerateReq(str(i), b"", RequestOptions(sampling=params)),
-        )
-        for i in range(300)
-    ]
-    death = Death("scheduler", "died", 1, False, False)
-    report = crash_report(death, Journal([JournalRow("299", 5)], []), ServerArgs(model_path="m"), None, samples, 0)
-    assert "SECRET" not in json.dumps(report)
-    assert (report["num_requests"], len(report["requests"])) == (300, 256)
-    first = report["requests"][0]
-    assert (first["id"], first["in_fatal_step"], first["output_tokens"], first["prompt_tokens"]) == ("r299", True, 5, 3)
-    assert (first["sampling"]["temperature"], first["sampling"]["stop"]) == (0.5, "6 characters")
-
-    args = ServerArgs(model_path="m", crash_report_requests=True)
-    first = crash_report(death, Journal(None, []), args, None, samples, 0)["requests"][0]
-    assert (first["sampling"]["stop"], first["prompt_ids"], first["output_ids"]) == ("SECRET", [1, 2, 3], [4])
-
-
-def test_a_report_has_the_ids_of_a_sample_that_an_http_worker_has_prepared(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        manager = make_manager(FakeScheduler())
-        sample = manager.adopt(GenerateReq("key", pack_ids([1, 2, 3]), options(8)), "name", 0)
-        args = ServerArgs(model_path="m", crash_report_requests=True)
-        death = Death("scheduler", "died", 1, False, False)
-        path = write_report(crash_report(death, Journal(None, []), args, None, [sample], 0), tmp_path)
-        assert json.loads(path.read_text())["requests"][0]["prompt_ids"] == [1, 2, 3]
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
