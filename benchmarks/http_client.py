@@ -78,13 +78,13 @@ class HttpClient:
         """Sends a request. Returns the complete response of any status. Raises HttpError."""
         return await self._exchange(method, path, body, None)
 
-    async def stream(self, path: str, body: bytes, on_data: OnData) -> Response:
-        """Sends a POST request. The body of a 200 goes to `on_data` in pieces, as it arrives.
+    async def stream(self, path: str, body: bytes, on_data: OnData, *, method: str = "POST") -> Response:
+        """Sends a request. The body of a 200 goes to `on_data` in pieces, as it arrives.
 
         Any other response has its body in the result. Raises HttpError. An exception of `on_data` ends the exchange and
         is raised here.
         """
-        return await self._exchange("POST", path, body, on_data)
+        return await self._exchange(method, path, body, on_data)
 
     async def close(self) -> None:
         for connection in self._idle:

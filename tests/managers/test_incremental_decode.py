@@ -129,7 +129,7 @@ def test_other_decoders_hide_and_show_special_tokens():
     the, in_word = tokenizer.encode("the hello", add_special_tokens=False)[:2]
     ids = [the, *[end] * 20, unknown, in_word]
     for skip in (True, False):
-        assert decode(tokenizer, ids, list(range(40)), skip) == tokenizer.decode(ids, skip)
+        assert decode(tokenizer, ids, list(range(40)), skip) == tokenizer.decode(ids, skip_special_tokens=skip)
     shows = IncrementalDecoder(tokenizer, shown=[unknown])
     assert shows.push(ids) + shows.finish() == tokenizer.decode([the, unknown, in_word], skip_special_tokens=False)
 
@@ -143,7 +143,7 @@ class CountingTokenizer:
     def __init__(self) -> None:
         self.num_decoded = 0
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         self.num_decoded += len(ids)
         return "\ufffd" * len(ids)
 

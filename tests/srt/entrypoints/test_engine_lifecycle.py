@@ -97,7 +97,7 @@ def test_a_start_that_fails_for_two_reasons_raises_one_and_logs_none(
         raise OSError("no processes")
 
     monkeypatch.setattr(engine_core, "tokenizer_of", no_tokenizer)
-    monkeypatch.setattr(engine_life, "ChildProcess", no_process)
+    monkeypatch.setattr(engine_life.ChildProcess, "start", no_process)
     with pytest.raises(OSError, match="no processes"):
         ToyEngine(server_args=toy_args(tmp_path))
     gc.collect()
