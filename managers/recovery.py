@@ -1,10 +1,11 @@
 """What happens to the samples of an engine that has died: which are sent again, when, and which are not.
 
 If the engine died by itself, a request may be the cause, and would kill the next engine, too. The requests of the fatal
-step are suspects. Suspects are sent again one after the other: the next one follows when the last one has passed the
-place where the engine died. Beside them run only streams that had begun and were not in the fatal step. Requests that
-have not run yet wait for the end of the trials. So a second death names the culprit, which ends with an error. All
-equal requests end, too, and new ones are refused for a while, because clients send a failed request again.
+step are suspects. With overlap, two steps may be in flight, and both count as the fatal step. Suspects are sent again
+one after the other: the next one follows when the last one has passed the place where the engine died. Beside them run
+only streams that had begun and were not in the fatal step. Requests that have not run yet wait for the end of the
+trials. So a second death names the culprit, which ends with an error. All equal requests end, too, and new ones are
+refused for a while, because clients send a failed request again.
 
 A request may end before its trial, because its client disconnects. The strike is kept (strikes.py), and an equal new
 request is a suspect at once. Otherwise that client could crash the engine again and again. A client may also disconnect
