@@ -116,7 +116,7 @@ class AdoptedSample:
     def __init__(self, registry: RequestRegistry, request: GenerateReq, name: str) -> None:
         self.rid = name
         self.options = request.options
-        self.prompt_ids: Sequence[int] = memoryview(request.input_ids).cast("i")  # as a list, but without a copy
+        self.prompt_ids: Sequence[int] = memoryview(request.input_ids).cast("i")  # a sequence without a copy
         self._registry = registry
 
     def stop(self, generation: Generation) -> None:

@@ -71,10 +71,10 @@ class ScheduleRecorder:
         *,
         is_restart: bool = False,
     ) -> None:
-        """`runner`: its limits are recorded. `clock`: that of the scheduler. `is_restart`: a full disk must not end the
-        engine, so the recording begins when the disk has room.
+        """`runner`: its limits are recorded. `clock`: that of the scheduler. `is_restart`: if the file cannot be made,
+        the recording begins later, because a full disk must not end the engine.
 
-        Raises ValueError if the file cannot be written.
+        Raises ValueError if the file cannot be made.
         """
         limits = runner.settings
         start = Start(

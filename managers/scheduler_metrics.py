@@ -112,7 +112,7 @@ class SchedulerMetrics:
     def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
         new_rows = {new.row for new in batch.inputs.new_rows}
         admitted = [req for req in batch.reqs if req.row in new_rows]
-        # The others were admitted before, if they have outputs by an engine that has died, and were counted then.
+        # The others were counted at an earlier admission: by this engine, or by a dead one, which gave them output.
         first_admitted = [req for req in admitted if not req.num_retractions and not req.output_ids]
         cached = sum(req.cached_tokens or 0 for req in first_admitted)
         self._cached_tokens += cached

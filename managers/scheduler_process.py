@@ -287,7 +287,8 @@ def _tiers(
 ) -> KVTiers | None:
     """The tiers below the KV pool. Raises ValueError if the folder of the files cannot be used, or is too small.
 
-    `is_restart`: a disk that has failed meanwhile must not end the engine, which runs without the files.
+    `is_restart`: if the folder cannot be used, the engine runs without files, because a disk that has failed since the
+    start must not end it.
     """
     host_kv = runner.host_kv
     if host_kv is None:

@@ -36,8 +36,8 @@ class RunDir:
 
     `life`: the number of times that the engine's processes were restarted. Each life has sockets of its own, so that
     a message from a dead process never reaches a later life.
-    `work_dir`: the working directory of the engine's processes, in which relative paths of its settings begin. The
-    process that has the engine may change its own: a notebook does that. None: a process keeps that of its parent.
+    `work_dir`: the working directory of the engine's processes. Relative paths of the settings begin there. The process
+    that has the engine may change its own directory, as a notebook may. None: a process keeps that of its parent.
     """
 
     def __init__(self, path: Path, life: int = 0, work_dir: str | None = None) -> None:
@@ -60,7 +60,7 @@ class RunDir:
     def create(cls) -> RunDir:
         """Create a directory of mode 0700, in /tmp if TMPDIR is too long for the name of a socket.
 
-        `work_dir` is the present one.
+        `work_dir` is the present working directory.
         """
         path = tempfile.mkdtemp(prefix="tercet-")
         if len(os.fsencode(path)) + len("/999999-detokenizer") > _MAX_UNIX_PATH:

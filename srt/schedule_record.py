@@ -160,9 +160,9 @@ class ScheduleFile:
         *,
         may_begin_later: bool = False,
     ) -> None:
-        """Rotates a file that exists. Raises OSError if the path is no file's, or if the file cannot be made.
+        """Rotates a file that exists. Raises OSError if the path is no regular file, or if the file cannot be made.
 
-        `may_begin_later`: a file that cannot be made is an error of the disk, as later.
+        `may_begin_later`: if the file cannot be made, the recording begins when the disk has room.
         """
         if path.exists() and not path.is_file():  # rotation would rename a folder or a device
             raise OSError(errno.EINVAL, "is not a regular file")

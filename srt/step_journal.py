@@ -136,8 +136,8 @@ class Journal(msgspec.Struct, frozen=True):
     """What the file says."""
 
     rows: list[JournalRow] | None
-    """The requests of the steps that were under way: of one, or with overlap of two. None: no step was, or its requests
-    are unknown."""
+    """The requests of the step that was under way, with overlap of both steps in flight. None: no step was, or its
+    requests are unknown."""
     last_steps: list[JournalStep]
     """Oldest first."""
     is_between_steps: bool = False

@@ -33,8 +33,8 @@ class QuantizedWeight(NamedTuple):
     values: torch.Tensor
     """[n, k]; 8 bits: int8, above -128; 6 bits: int8, in [-32, 32); 4 bits: uint8, below 16"""
     scales: torch.Tensor
-    """[n, k / GROUP], or for half groups [n, 2 * k / GROUP]; int4 and int8: float16; mixed: float32, for half groups;
-    K forms: int8, except for q4_k for half groups"""
+    """[n, k / GROUP] in int4, int8 (both float16) and q4_k (int8); [n, 2 * k / GROUP], for half groups, in q6_k,
+    mixed_k (both int8) and mixed (float32)"""
     minima: torch.Tensor | None
     """as the scales; None: the form has none"""
     factors: torch.Tensor | None = None

@@ -67,7 +67,7 @@ def num_kv_tokens(
 def check_host_kv(num_bytes: int, available: int, *, on_cpu: bool) -> None:
     """Raises ValueError if --hicache-size takes all host memory that is available, on a CPU beside the weights."""
     if num_bytes and num_bytes >= available:
-        where, others = ("beside the weights ", ", also for the KV pool") if on_cpu else ("", "")
+        where, others = ("beside the weights ", " for it and the KV pool") if on_cpu else ("", "")
         raise ValueError(
             f"--hicache-size {num_bytes / 2**30:g} needs {_gib(num_bytes)} of host memory, but {where}only "
             f"{_gib(available)} are available{others}; lower --hicache-size"

@@ -115,7 +115,7 @@ class _RunnerBuilder:
             settings.cpu_kernels.tuning.apply()  # before layers are recorded
         self.weight_bytes = weight_bytes(settings, config)
         if self.accelerator is not None:
-            # First, because loading takes minutes, and because a system without memory kills a process.
+            # Before loading, which takes minutes, and before the system kills a process for lack of memory.
             check_weights(self.weight_bytes, self.accelerator.memory())
             check_host_kv(self._host_kv_bytes, host_memory().available, on_cpu=False)
         elif config.load_format == "dummy":
@@ -288,7 +288,7 @@ class _RunnerBuilder:
             num_mib = num_tokens * self.bytes_per_token >> 20
             raise ValueError(
                 f"a KV pool of {num_tokens} tokens ({num_mib} MiB) cannot be allocated: "
-                f"{error.strerror}; choose a smaller --max-total-tokens, or raise the limit (ulimit -v)"
+                f"{error.strerror}; choose a smaller --max-total-tokens, or raise the limit of memory (ulimit -v)"
             ) from None
 
     def _model(self, settings: RunnerSettings, parameters: Parameters, attention: AttentionBackend) -> Model:

@@ -145,7 +145,7 @@ def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:
-    """A block: 16 bytes with a scale and a minimum, 64 with four values, and a float16 for scales and minima each."""
+    """A block: 16 bytes with a scale and a minimum each, 64 with four values each, float16 for scales and minima."""
     scales, minima = _bits(blocks[..., :16], 4).unbind(-2)
     values = _bits(blocks[..., 16:80].unflatten(-1, (2, 32)), 2)
     return _k_weight(values.view(torch.int8), scales, minima, _half(blocks, 40), -_half(blocks, 41))
@@ -179,7 +179,7 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _with_scales(values: torch.Tensor, blocks: torch.Tensor) -> QuantizedWeight:
-    """Values of blocks that begin with two float16, and then have 6 bits of 8 scales and 8 minima."""
+    """Values of blocks that begin with two float16, then 8 scales and 8 minima of 6 bits each."""
     low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
     minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1)
@@ -227,7 +227,7 @@ def _mixed(weight: QuantizedWeight) -> QuantizedWeight:
 class _Type(NamedTuple):
     convert: _Conversion
     form: str
-    """The form of quantization.py with the fewest bits that has the values of the type."""
+    """A form of quantization.py that has the values of the type. `_OTHER_FORMS` may name another one."""
 
 
 _TYPES: dict[int, _Type] = {
@@ -244,7 +244,7 @@ _TYPES: dict[int, _Type] = {
     Kind.Q5_K: _Type(_q5_k, "mixed_k"),
     Kind.Q6_K: _Type(_q6_k, "q6_k"),
 }
-"""The form "mixed" has the values of all these types. A conversion may return fewer scales than the mixed forms."""
+"""The form "mixed" has the values of all these types. A conversion may return fewer scales than that form has."""
 _K_TYPES = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 """The types whose values "mixed_k" has."""
 _OTHER_FORMS: dict[tuple[int, str], _Conversion] = {(Kind.Q4_0, "int4"): _q4_0_of_4_bits}

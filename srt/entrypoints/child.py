@@ -169,7 +169,7 @@ def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
     except EOFError:
         return 1
     if spec.work_dir is not None:
-        with contextlib.suppress(OSError):  # it may have been removed; absolute paths need none
+        with contextlib.suppress(OSError):  # it may have been removed, and absolute paths do not need it
             os.chdir(spec.work_dir)
     log.configure(role, spec.server_args.log_level, spec.server_args.log_format)
     life = _Life(role, spec, parent)

@@ -107,7 +107,7 @@ class EngineCore:
             start_s = time.monotonic() - began
             logger.info("The random seed is %d", server_args.random_seed)
             if life.facts.device.startswith("cuda"):
-                # If the GPU fails, a restart with `auto` would go on on the CPU.
+                # With `auto`, a restart after a failure of the GPU would choose the CPU.
                 server_args = dataclasses.replace(server_args, device="cuda")
             grammars = GrammarProcess(server_args, run_dir, context, child_module=child_module)
             checker = GrammarChecker(grammars, unusable=why_no_grammars(server_args.grammar_backend))
@@ -258,8 +258,7 @@ class EngineCore:
             self._spares.pop("scheduler").kill()
 
     async def _next_life(self, death: Death) -> EngineLife | None:
-        """Starts the processes, with further attempts if that fails. None: no attempt is left, and the engine has
-        failed."""
+        """Starts the processes, and tries again if that fails. None: no attempt is left, and the engine has failed."""
         run_dir = self._life.run_dir
         while True:
             try:
@@ -351,7 +350,7 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             return
         if error is not None:
             future.set_exception(error)
-            future.exception()  # marks it as retrieved: nobody awaits it if the start fails for another reason, too
+            future.exception()  # retrieves it: nobody awaits the future if the start fails for another reason, too
         else:
             future.set_result(result)  # type: ignore[arg-type]
 

@@ -93,8 +93,8 @@ class ForkLink:
         self._loop.add_reader(self._socket, self._on_readable)
 
     async def fork(self, spec: LaunchSpec) -> tuple[ForkedProcess, int]:
-        """A new process, and the end of its pipe for reports. Raises ForkServerDied, and OSError if there is none for
-        another reason."""
+        """A new process, and the end of its pipe for reports. Raises ForkServerDied, or another OSError if there is
+        none."""
         if self._socket.fileno() < 0:
             raise ForkServerDied
         childs_stdin, stdin = os.pipe()

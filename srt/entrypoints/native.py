@@ -48,7 +48,7 @@ async def generate(server: Server, request: Request, body: GenerateBody) -> ASGI
 def prompts_of(
     server: Server, body: GenerateBody, names: RequestNames, max_prompts: int | None = None
 ) -> tuple[list[Prompt], str, bool]:
-    """The prompts, their common name, and whether the answer is a list: the client sent one, or wants several samples.
+    """The prompts, their common name, and whether the answer is a list, as for a list of prompts or several samples.
 
     `max_prompts`: the limit on the number of prompts; None for no limit. Raises InvalidRequest, ModelNotFound.
     """

@@ -219,8 +219,8 @@ async def stop_children(children: Iterable[ChildProcess]) -> None:
 
 def _environment(role: Role) -> dict[str, str]:
     environment = child_environment(usable_cores() if role == "scheduler" else 1)
-    # The child searches for modules in the same places as this process. If it has found this package in its working
-    # directory (the entry ""), it may have left that since.
+    # The child searches for modules in the same places as this process. This process may have found the package in its
+    # working directory (the entry ""), and may have left that directory since.
     found_in = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, found_in])
     return environment

@@ -87,7 +87,7 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
 
 
 class _NotStarted(Exception):
-    """A signal has ended the start, or it has failed, which is logged. `code`: the exit code."""
+    """The start has failed, which is logged, or a signal has ended it. `code`: the exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

@@ -141,7 +141,8 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tupl
     """The merges of sentencepiece's greedy algorithm, best score first.
 
     Each split of a token into two tokens is a merge. Equal scores have the order of `transformers`: longer left parts
-    first. Only lengths of tokens are tried, because a damaged file may have a token of megabytes.
+    first. The left part is a token, so a token is cut only at lengths of tokens. A damaged file may have a token of
+    megabytes, and cutting it at each place would take minutes.
     """
     vocab = dict(zip(tokens, scores, strict=True))
     lengths = sorted({len(token) for token in vocab if token})

@@ -17,7 +17,7 @@ _SPACE_MARK = "\u2581"
 _MAX_SHARED = 8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE = re.compile("(ByteFallback )?(Replace|Metaspace)( ByteFallback)?( Fuse( Strip)?)?")
-"""The steps of decoders that concatenate. They may drop the space at the start of the whole text."""
+"""The steps of decoders that join the bytes of all tokens. They may then drop the space at the start of the text."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -89,6 +89,6 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _spells_spaces(step: dict[str, Any]) -> bool:
-    """Whether a step of a decoder puts a space for each U+2581."""
+    """Whether a step of a decoder replaces each U+2581 by a space."""
     replaces = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
     return step == replaces or (step["type"] == "Metaspace" and step["replacement"] == _SPACE_MARK)

@@ -109,8 +109,11 @@ async def run_chat(
 
 
 async def _sampling(server: Server, request: Request, body: ChatBody, plan: AnswerPlan) -> SamplingParams:
-    """The sampling parameters of a body that `constrained` has returned. An error in the grammar that this has written
-    names the field that the client has sent."""
+    """The sampling parameters of a body that `constrained` has returned.
+
+    The body may have a structural tag that `constrained` has written. An error in this tag names the field of the
+    client that it stands for.
+    """
     max_tokens, max_tokens_field = _max_tokens(body)
     try:
         return await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)

@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"""[^"'()\[\]{},]+""")
 _QUOTED = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
 _CLOSER = {"(": ")", "[": "]", "{": "}"}
 _ESCAPED = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\x00"})
-"""The characters that a string of Python cannot have as they are. A model may write them."""
+"""The characters that a string of Python can only have as escapes. A model may write them as they are."""
 _CONSTANTS_OF_JSON = {"true": True, "false": False, "null": None}
 
 

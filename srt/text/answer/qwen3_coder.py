@@ -92,7 +92,7 @@ def _read_value(answer: AnswerText, kinds: frozenset[str]) -> Reading[bool]:
 def as_json(text: str, kinds: frozenset[str] = frozenset()) -> str:
     """The text, if it is JSON. Python's constants count as JSON, and any other text becomes a string.
 
-    kinds: the types that the value may have; empty: any. JSON of another type becomes a string, if that is allowed.
+    `kinds`: the types that the value may have; empty: any. JSON of another type becomes a string, if that may be one.
     """
     written = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
