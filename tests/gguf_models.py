@@ -52,7 +52,7 @@ def interleave_halves(array, num_heads):
 
 
 def random_blocks(shape, kind):
-    """Blocks of a type of FACTORS with any values and scales, of numbers that are not large: uint8 [rows, bytes]."""
+    """Blocks of a type of FACTORS: uint8 [rows, bytes]. All bytes are random, except that the factors are small."""
     rng = np.random.default_rng(shape)
     block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (shape[0], shape[1] // block_len, block_bytes), dtype=np.uint8)

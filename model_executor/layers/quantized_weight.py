@@ -1,12 +1,12 @@
-"""Quantized weights of 8 or 4 bits: their format and their rounding.
+"""Quantized weights of 4 to 8 bits: their format and their rounding.
 
 Each group of 32 weights along a row has a scale, and 4-bit groups also a minimum, as in ggml's types Q8_0 and Q4_1.
 These are the forms "int8" and "int4". Their matrix product rounds activations to 8 bits, also in groups of 32
 (csrc/cpu/quantized.h). One scale per row would make the error several times larger (docs/log.md).
 
 Files may also have other forms. "q4_k" and "q6_k" have weights of 4 and 6 bits, with scales of 8 bits and a factor for
-each super-block of 256 weights, as ggml's Q4_K and Q6_K. Two forms are for matrices whose parts have different types:
-"mixed_k" holds all K types of ggml, with 6 bits, and "mixed" holds all types that ggml_types.py converts, with 8 bits.
+each super-block of 256 weights, as ggml's Q4_K and Q6_K. "mixed_k" holds all K types of ggml, with 6 bits, and "mixed"
+holds all types that ggml_types.py converts, with 8 bits. So a matrix whose parts have several types can have these two.
 """
 
 from __future__ import annotations

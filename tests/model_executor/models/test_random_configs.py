@@ -59,7 +59,7 @@ OF_FAMILY = {
 
 @st.composite
 def configs(draw):
-    """The content of a config.json, as transformers 5 writes it, or older versions."""
+    """The content of a config.json, as transformers 5 or an older version writes it."""
     family = draw(st.sampled_from(sorted(OF_FAMILY)))
     kind = draw(st.sampled_from(sorted(ROPES)))
     rope, theta = draw(ROPES[kind]), draw(st.sampled_from([1000.0, 500000.0]))

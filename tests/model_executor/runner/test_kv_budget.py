@@ -182,7 +182,7 @@ def test_this_host():
 
 
 def test_a_pool_that_the_system_refuses_is_named(monkeypatch):
-    """`ulimit -v` is such a limit."""
+    """For example because of `ulimit -v`."""
 
     def refuse(num_bytes):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
