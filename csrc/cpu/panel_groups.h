@@ -12,9 +12,9 @@ constexpr int64_t kSuperBlock = 256;
 /// Words of a group that loops read in one turn.
 constexpr int64_t kWordsAtOnce = 2;
 
-/// Weights of 6 bits: a weight w is w + 32. A pair of words has three vectors: the lower 4 bits of both words, each laid
-/// out as a word of `Int4Weights`, then the upper 2 bits. A byte of the latter has the bits of four weights: of the first
-/// word, left and right column, and of the second word.
+/// Weights of 6 bits. Weight w is stored as w + 32. A pair of words has three vectors: the lower 4 bits of both
+/// words, each laid out as a word of `Int4Weights`, then the upper 2 bits. A byte of the latter has the bits of
+/// four weights: of the first word, left and right column, and of the second word.
 struct SixBits {
   static constexpr int kBits = 6;
   static constexpr int64_t kPerWord = IntegerDot::kPerWord, kWordBytes = 3 * kPanel;
@@ -42,9 +42,9 @@ struct SixBits {
   }
 };
 
-/// Weights of 8 bits with a scale and a minimum for each half of a group, which are floats. They hold the weights of all
-/// types that ggml_types.py converts. A group is that of `Int8Weights`, but first has the scales of its first half, those
-/// of the other half, and the minima of both.
+/// Weights of 8 bits, with a scale and a minimum for each half of a group, which are floats. All types that
+/// ggml_types.py converts have this form. A group has the words of `Int8Weights`. Its header has the scales of the
+/// first half, those of the other half, then the minima in the same order.
 struct MixedWeights;
 
 template <>
@@ -75,7 +75,7 @@ struct Dot<MixedKWeights> : SixBits {
 
 /// The groups of a panel. Each has a header of scales, then of minima, and its words.
 ///
-/// Both kinds of groups have the same members. `part`: the half of a group, if a group has two scales.
+/// `FactoredGroups` has the same members. `part`: the half of a group, if a group has two scales.
 template <typename Weights>
 class PanelGroups {
   using D = Dot<Weights>;
@@ -83,9 +83,9 @@ class PanelGroups {
 
  public:
   static constexpr int64_t kScales = D::kHeaderBytes / (kPanel * static_cast<int64_t>(sizeof(Header))) / (1 + D::kHasMin);
-  /// Of a group of all columns of a panel.
+  /// The size of a group, for all columns of a panel.
   static constexpr int64_t kBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
-  /// What k is a multiple of.
+  /// k is a multiple of this.
   static constexpr int64_t kMultiple = kGroup;
 
   PanelGroups(const uint8_t* panel, int64_t /*k*/) : groups_(panel) {}
@@ -105,8 +105,8 @@ class PanelGroups {
   const uint8_t* groups_;
 };
 
-/// The same for scales and minima that are whole numbers of 8 bits times a float16. All groups of a super-block share
-/// this factor. The factors of a panel precede its groups.
+/// The same for scales and minima that are integers of 8 bits times a factor, a float16. All groups of a
+/// super-block share the factor. The factors of a panel precede its groups.
 template <typename Weights, int64_t kScalesOfGroup>
 class FactoredGroups {
   using D = Dot<Weights>;
@@ -118,7 +118,7 @@ class FactoredGroups {
 
  public:
   static constexpr int64_t kScales = kScalesOfGroup;
-  /// With its share of the factors.
+  /// The size of a group, with its share of the factors.
   static constexpr int64_t kBytes = kGroupBytes + kFactorBytes / kGroupsOfBlock;
   static constexpr int64_t kMultiple = kSuperBlock;
 

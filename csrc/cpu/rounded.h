@@ -1,6 +1,6 @@
 // Linear layers over quantised weights for rows of bfloat16. x is not quantised: the float that a weight stands for is
 // rounded to the nearest bfloat16. So a row's sums have the bits that the dequantised weight in bfloat16 gives, and
-// memory holds 4 or 8 bits of each weight.
+// memory holds 4 to 8 bits of each weight.
 #pragma once
 
 #include <array>
@@ -198,7 +198,7 @@ struct RoundedPacked : StoredPanels<Weights> {
     return (Floats)_mm512_sub_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(kBase + D::kOffset));
   }
 
-  /// The same.
+  /// As `values_of_6_bits`, for weights of 8 bits.
   [[gnu::always_inline]] static Floats values_of_8_bits(Bytes bytes, int place) {
     static_assert(!kOddBytesAreSigned);
     const __m512i bits = (__m512i)(bytes - static_cast<uint8_t>(D::kOffset));

@@ -1,5 +1,5 @@
 // Linear layers over quantised weights that are multiplied as floats. x is not quantised: every weight is widened to the
-// float that it stands for. So a row's sums have the bits that the dequantised weight gives, and memory holds 4 or 8
+// float that it stands for. So a row's sums have the bits that the dequantised weight gives, and memory holds 4 to 8
 // bits of each weight.
 #pragma once
 
