@@ -74,6 +74,7 @@ class QuantizedWeight(NamedTuple):
 
         def part(x: torch.Tensor) -> torch.Tensor:
             width = self.values.shape[1] // x.shape[1]
+            assert columns.start % width == columns.stop % width == 0, (columns, width)
             return x[:, columns.start // width : columns.stop // width]
 
         return self._with(part)

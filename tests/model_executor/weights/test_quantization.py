@@ -11,15 +11,22 @@ import torch
 from gguf_models import Kind, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized_weights import FORMS, drawn_weight, group_of
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import make_model, make_wide_model, save
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.packing import panels_of
 from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
-from tercet.model_executor.weights.quantization import check_quantization, parameter_bytes, quantized_forms
+from tercet.model_executor.weights.quantization import (
+    STORED_BITS_PER_WEIGHT,
+    check_quantization,
+    parameter_bytes,
+    quantized_forms,
+)
 from tercet.srt.command_line import parse_args
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.server_args import ServerArgs
@@ -122,6 +129,18 @@ def test_blocks_of_256_are_taken_as_they_are(tmp_path: Path, kind: Kind, form: s
     assert part is not None and torch.equal(part.dequantize(), checkpoint.tensor(name)[region])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_are_whole_groups(form: str) -> None:
+    """A part of a group would get the scale of another one."""
+    width = group_of(form)
+    weight = drawn_weight(form, 3, 4, seed=0)
+    columns = slice(width, 3 * width)
+    np.testing.assert_array_equal(weight.with_columns(columns).dequantize(), weight.dequantize()[:, columns])
+    for start, stop in ((8, 2 * width), (0, width - 8)):
+        with pytest.raises(AssertionError):
+            weight.with_columns(slice(start, stop))
+
+
 @pytest.mark.parametrize(
     ("kind", "form"),
     [(Kind.Q8_0, "int4"), (Kind.Q4_1, "int8"), (Kind.F16, "int8"), (Kind.F32, "int4"), (Kind.Q5_1, "int8")],
@@ -214,6 +233,13 @@ def test_weights_take_what_is_announced(llama) -> None:
         assert runner.num_bytes.weights == sum(announced.values())
         if quantization is not None:  # 64 columns are whole panels, on every processor
             assert runner.model.layers[0].o_proj.packed.nbytes == announced["layers.0.o_proj.weight"]
+
+
+@needs_a_build
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_weights_take_the_announced_bits(form: str) -> None:
+    weight = drawn_weight(form, 4 * cpu_extension.lanes(), 3, seed=0)  # two whole panels
+    assert 8 * panels_of(weight).nbytes == weight.values.numel() * STORED_BITS_PER_WEIGHT[form]
 
 
 def test_where_nothing_computes_with_such_weights_it_is_refused(llama, tmp_path, monkeypatch) -> None:
