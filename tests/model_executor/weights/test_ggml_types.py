@@ -49,6 +49,14 @@ def test_dequantised_values_have_the_bits_of_gguf(kind: Kind, rows: int, row_blo
     assert have_equal_bits(ggml_types.dequantized(blocks, CPU), expected_values(blocks))
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_nothing_but_the_blocks_comes_from_the_host(kind: Kind) -> None:
+    """The device "meta" stands for a GPU: an operation that also gets a tensor of a CPU fails."""
+    converted = ggml_types._TYPES[kind].convert(torch.from_numpy(random_blocks(kind, 3, 2).raw).to("meta"))
+    assert converted.dequantize().is_meta
+    assert ggml_types.dequantized(random_blocks(kind, 3, 2), torch.device("meta")).is_meta
+
+
 @pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_forms_have_the_values_of_a_type(kind: Kind, form: str) -> None:
     blocks = random_blocks(kind, 50, 4)

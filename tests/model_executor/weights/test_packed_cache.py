@@ -16,7 +16,7 @@ from gguf_models import Kind, write_gguf
 from runner_driver import short_logits
 from runners import make_runner
 from safetensors.torch import load_file
-from tiny_models import checkpoint, make_model
+from tiny_models import checkpoint, make_model, make_wide_model
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers import packing
@@ -36,6 +36,10 @@ MODELS: dict[str, Callable[[Path], ModelConfig]] = {
     "4 bits": lambda folder: gguf(folder, "llama", Kind.Q4_1),
     "8 bits tied": lambda folder: gguf(folder, "llama_31_tied", Kind.Q8_0),
     "float16": lambda folder: gguf(folder, "llama", Kind.F16),
+    "Q4_K tied": lambda folder: wide_gguf(folder, Kind.Q4_K),
+    "Q6_K tied": lambda folder: wide_gguf(folder, Kind.Q6_K),
+    "Q5_K tied": lambda folder: wide_gguf(folder, Kind.Q5_K),
+    "IQ4_XS tied": lambda folder: wide_gguf(folder, Kind.IQ4_XS),
 }
 CASES: list[tuple[str, str, dict]] = [
     *((name, "mapped", {}) for name in MODELS),
@@ -51,6 +55,12 @@ CASES: list[tuple[str, str, dict]] = [
 def gguf(folder: Path, name: str, kind: Kind) -> ModelConfig:
     folder.mkdir()
     return load_model_config(write_gguf(folder / "m.gguf", make_model(name), "llama", kind=kind))
+
+
+def wide_gguf(folder: Path, kind: Kind) -> ModelConfig:
+    """A file of a type with blocks of 256 weights."""
+    folder.mkdir()
+    return load_model_config(write_gguf(folder / "m.gguf", make_wide_model(tied=True), "llama", kind=kind))
 
 
 @pytest.fixture

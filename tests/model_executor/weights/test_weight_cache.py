@@ -69,6 +69,14 @@ def test_kept_weights_are_those_of_the_file_bit_for_bit(dtype, config, folder, m
     assert sorted(path.name for path in folder.iterdir()) == [entry.name]
 
 
+def test_a_gpu_has_no_entry(config, folder):
+    """It dequantises the blocks itself. The device "meta" stands for a GPU: a tensor on it has no values."""
+    for dtype in (torch.float32, torch.bfloat16):
+        found = load_parameters(config, dtype, torch.device("meta"), cache=CacheFolder(folder))
+        assert all(tensor.is_meta and tensor.dtype == dtype for tensor in found.values())
+    assert not folder.exists()
+
+
 def test_what_is_made_does_not_change_without_another_layout(tmp_path):
     """Whoever changes what is made raises LAYOUT, and sets the number here anew: entries of old must not be found."""
     model = make_model("llama")
