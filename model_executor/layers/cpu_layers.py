@@ -33,8 +33,8 @@ class CpuRMSNorm(RMSNorm):
 class CpuLinear:
     """`Linear` on packed weights. `to_float`: the result is float32 for every type of x.
 
-    The weights have the type of x. For an x of float32 they may also be bfloat16 or quantized: each is then widened to
-    the float32 number that it stands for when it is multiplied. `compact`: see `panels_of`.
+    The weights have the type of x, or are quantized; for an x of float32 they may also be bfloat16. Those of another
+    type are converted to that of x when they are multiplied. `compact`: see `panels_of`.
     """
 
     def __init__(

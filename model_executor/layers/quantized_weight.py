@@ -1,12 +1,14 @@
-"""Quantized weights of 4 to 8 bits: their format and their rounding.
+"""Quantized weights of 4 to 8 bits: their forms, and rounding to two of them.
 
-Each group of 32 weights along a row has a scale, and 4-bit groups also a minimum, as in ggml's types Q8_0 and Q4_1.
-These are the forms "int8" and "int4". Their matrix product rounds activations to 8 bits, also in groups of 32
-(csrc/cpu/quantized.h). One scale per row would make the error several times larger (docs/log.md).
+"int8" and "int4" are the forms that weights can be rounded to. Each group of 32 weights along a row has a scale, and
+with 4 bits also a minimum, as in ggml's types Q8_0 and Q4_1. With --quantization, their matrix product also rounds
+activations to 8 bits in groups of 32 (csrc/cpu/quantized.h). One scale per row would make the error several times
+larger (docs/log.md).
 
-Files may also have other forms. "q4_k" and "q6_k" have weights of 4 and 6 bits, with scales of 8 bits and a factor for
-each super-block of 256 weights, as ggml's Q4_K and Q6_K. "mixed_k" holds all K types of ggml, with 6 bits, and "mixed"
-holds all types that ggml_types.py converts, with 8 bits. So a matrix whose parts have several types can have these two.
+A file may give other forms. "q4_k" and "q6_k" have weights of 4 and 6 bits, with scales of 8 bits and a factor for each
+super-block of 256 weights, as ggml's Q4_K and Q6_K. "mixed_k" has the values of all K types of ggml, with 6 bits, and
+"mixed" those of all types that ggml_types.py converts, with 8 bits. These two also serve matrices whose parts have
+different types.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 GROUP = 32
-"""Weights along a row that share a scale."""
+"""Weights along a row that share a scale. In some forms, each half of them has a scale of its own."""
 SUPER_BLOCK = 256
 """Weights along a row that share the factors of their scales, in the K forms."""
 _CHUNK_ROWS = 4096
@@ -31,7 +33,7 @@ class QuantizedWeight(NamedTuple):
     """
 
     values: torch.Tensor
-    """[n, k]; 8 bits: int8, above -128; 6 bits: int8, in [-32, 32); 4 bits: uint8, below 16"""
+    """[n, k]; 8 bits: int8; 6 bits: int8, in [-32, 32); 4 bits: uint8, below 16"""
     scales: torch.Tensor
     """[n, k / GROUP] in int4, int8 (both float16) and q4_k (int8); [n, 2 * k / GROUP], for half groups, in q6_k,
     mixed_k (both int8) and mixed (float32)"""

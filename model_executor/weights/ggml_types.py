@@ -111,6 +111,7 @@ def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _q4_0_of_4_bits(blocks: torch.Tensor) -> QuantizedWeight:
+    """The same with minima. Scales from 8,192 on would give infinite minima; those of models are far smaller."""
     return QuantizedWeight(_nibbles(blocks[..., 2:]).flatten(1), _half(blocks, 0), _half(blocks, 0) * -8)
 
 

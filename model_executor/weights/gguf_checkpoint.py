@@ -88,8 +88,8 @@ class GGUFCheckpoint:
     def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
         """The tensor, or a region of it, in `form`, with exactly the file's values. None if that is not possible.
 
-        The region consists of whole groups, in the K forms of whole super-blocks, and of a permuted projection of whole
-        heads.
+        The columns of the region are whole groups, in the K forms whole super-blocks. The rows of a permuted projection
+        are whole heads.
         """
         info = self._tensors[name]
         if not self.has_form(name, form):

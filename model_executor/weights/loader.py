@@ -63,7 +63,8 @@ class Checkpoint(Protocol):
     def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | Fp8Weight | None:
         """Read a matrix, or a region of it, in the quantized `form`, with the stored values.
 
-        The columns of the region are whole groups, in the K forms whole super-blocks. Returns None if the matrix is stored in another form.
+        The columns of the region are whole groups, in the K forms whole super-blocks. Returns None if the matrix is
+        stored in another form.
         """
 
 

@@ -22,7 +22,7 @@ STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {
     "mixed_k": 6 + 4 * 8 / GROUP + 2 * 16 / SUPER_BLOCK,
     "mixed": 8 + 4 * 32 / GROUP,
 }
-"""The same for these forms and those that only a GGUF file gives."""
+"""Bits per weight of every form for a CPU, with scales, minima and factors. Only a GGUF file gives the other forms."""
 FP8 = "fp8"
 """The value for 8-bit floating-point weights, which Triton layers have."""
 HEAD_FORM = "int8"
