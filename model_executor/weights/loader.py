@@ -172,7 +172,7 @@ def load_parameters(
         return PackedParameters(cache, config, dtypes, forms, stored, compact=compact)
     is_on_cpu = device.type == "cpu"
     # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself. A GPU needs no
-    # cache, because it dequantises tensors faster than they could be read.
+    # cache, because it dequantises the common types itself.
     if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE and is_on_cpu:
         table = family_of(config).parameters(config)
         parameters = WeightCache(cache).parameters(config.model_path, table, dtypes, stored)
