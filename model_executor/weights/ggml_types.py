@@ -36,6 +36,11 @@ class Blocks(NamedTuple):
     """[rows, blocks of a row, bytes of a block]"""
 
 
+def needs_a_cpu(kind: int) -> bool:
+    """Whether values of the GGML type `kind` are dequantised by a CPU, whatever the device is."""
+    return kind not in PLAIN and kind not in _TYPES
+
+
 def has_form(kind: int, form: str) -> bool:
     """Whether weights of the GGML type `kind` can be converted to `form` with exactly the same values."""
     if kind not in _TYPES:
@@ -60,7 +65,7 @@ def dequantized(blocks: Blocks, device: torch.device) -> torch.Tensor:
     kind, raw = blocks
     if kind in PLAIN:
         return torch.from_numpy(raw.copy()).to(device).view(PLAIN[kind]).flatten(1)
-    if kind not in _TYPES:
+    if needs_a_cpu(kind):
         return torch.from_numpy(gguf.dequantize(raw.reshape(len(raw), -1), kind)).to(device)
     row_len = raw.shape[1] * gguf.GGML_QUANT_SIZES[kind][0]
     out = torch.empty(len(raw), row_len, device=device)

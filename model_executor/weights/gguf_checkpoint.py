@@ -56,6 +56,11 @@ class GGUFCheckpoint:
         permuted = self._file.metadata["general.architecture"] in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
 
+    @property
+    def needs_a_cpu(self) -> bool:
+        """Whether a CPU dequantises some of the tensors, whatever the device is."""
+        return any(ggml_types.needs_a_cpu(info.type) for info in self._tensors.values())
+
     def dtype(self, name: str) -> torch.dtype | None:
         return ggml_types.PLAIN.get(self._tensors[name].type)
 

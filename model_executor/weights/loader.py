@@ -165,20 +165,29 @@ def load_parameters(
     if config.load_format == "dummy":
         return _dummy(config, dtypes, device, seed, forms, shard)
 
-    def stored() -> StoredParameters:
-        return StoredParameters(_open(config, device), config, dtypes, forms, shard)
+    def stored(on: torch.device = _CPU) -> StoredParameters:
+        return StoredParameters(_open(config, on), config, dtypes, forms, shard)
 
     if packed and cache is not None and shard == WHOLE:
         return PackedParameters(cache, config, dtypes, forms, stored, compact=compact)
-    is_on_cpu = device.type == "cpu"
-    # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself. A GPU needs no
-    # cache, because it dequantises the common types itself.
-    if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE and is_on_cpu:
+    # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself.
+    if cache is not None and not forms and shard == WHOLE and _is_dequantised_by_a_cpu(config, device):
         table = family_of(config).parameters(config)
         parameters = WeightCache(cache).parameters(config.model_path, table, dtypes, stored)
     else:
-        parameters = stored()
-    return parameters if is_on_cpu else {name: tensor.to(device) for name, tensor in parameters.items()}
+        parameters = stored(device)
+    return parameters if device.type == "cpu" else {name: tensor.to(device) for name, tensor in parameters.items()}
+
+
+def _is_dequantised_by_a_cpu(config: ModelConfig, device: torch.device) -> bool:
+    """Whether a CPU dequantises tensors of a GGUF file for `device`. That takes seconds to minutes."""
+    if config.load_format != "gguf":
+        return False
+    if device.type == "cpu":
+        return True
+    from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second
+
+    return GGUFCheckpoint(config).needs_a_cpu
 
 
 def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:

@@ -77,6 +77,15 @@ def test_a_gpu_has_no_entry(config, folder):
     assert not folder.exists()
 
 
+def test_a_gpu_has_an_entry_of_what_a_cpu_dequantises(tmp_path, folder, monkeypatch):
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.MXFP4))
+    for device in (torch.device("meta"), CPU):  # made for one, and mapped for both
+        found = load_parameters(config, torch.bfloat16, device, cache=CacheFolder(folder))
+        assert all(tensor.device == device for tensor in found.values())
+        monkeypatch.delattr(weights, "StoredParameters", raising=False)  # nothing is dequantised again
+    assert len(entries(folder)) == 1
+
+
 def test_what_is_made_does_not_change_without_another_layout(tmp_path):
     """Whoever changes what is made raises LAYOUT, and sets the number here anew: entries of old must not be found."""
     model = make_model("llama")
