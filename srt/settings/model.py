@@ -29,8 +29,7 @@ class ModelSettings:
     weight_cache: Annotated[
         str,
         Setting(
-            "Folder that caches packed or dequantised weights for later starts on a CPU; auto: ~/.cache/tercet; off: "
-            "no cache"
+            "Folder that caches packed or dequantised weights for later starts; auto: ~/.cache/tercet; off: no cache"
         ),
     ] = "auto"
     cpu_kernels: Annotated[
