@@ -97,7 +97,9 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _iq4_values(packed: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_IQ4_VALUES, dtype=torch.int8, device=packed.device)[_nibbles(packed).int()]
+    values, places = torch.tensor(_IQ4_VALUES, dtype=torch.int8, device=packed.device), _nibbles(packed)
+    # Indexing by brackets would convert the places to 64 bits.
+    return values.index_select(0, places.flatten().int()).view(places.shape)
 
 
 def _values_of_5_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

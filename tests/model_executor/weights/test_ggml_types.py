@@ -82,6 +82,16 @@ def test_forms_have_the_values_of_a_type(kind: Kind, form: str) -> None:
     np.testing.assert_array_equal(weight.dequantize().numpy(), expected_values(blocks))
 
 
+@pytest.mark.parametrize(("kind", "form"), FORMS)
+def test_no_tensor_takes_more_than_4_bytes_a_value(kind: Kind, form: str) -> None:
+    """A matrix is converted whole, and an embedding may have half a billion values."""
+    blocks = random_blocks(kind, 64, 8192 // gguf.GGML_QUANT_SIZES[kind][0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        ggml_types.quantized(blocks, form)
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 1 <= largest / (64 * 8192) <= 4
+
+
 def test_all_these_types_share_a_form_and_no_others_have_one() -> None:
     assert {kind for kind in Kind if ggml_types.has_form(kind, "mixed")} == set(TYPES)
     assert {kind for kind in Kind if ggml_types.has_form(kind, "mixed_k")} == set(K_TYPES)
