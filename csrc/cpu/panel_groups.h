@@ -75,7 +75,7 @@ struct Dot<MixedKWeights> : SixBits {
 
 /// The groups of a panel. Each has a header of scales, then of minima, and its words.
 ///
-/// `FactoredGroups` has the same members. `part`: the half of a group, if a group has two scales.
+/// `FactoredGroups` has the same public members. `part`: 0, or with two scales 1 for the other half of a group.
 template <typename Weights>
 class PanelGroups {
   using D = Dot<Weights>;
@@ -83,7 +83,7 @@ class PanelGroups {
 
  public:
   static constexpr int64_t kScales = D::kHeaderBytes / (kPanel * static_cast<int64_t>(sizeof(Header))) / (1 + D::kHasMin);
-  /// The size of a group, for all columns of a panel.
+  /// Bytes of a group, with all columns of the panel.
   static constexpr int64_t kBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
   /// k is a multiple of this.
   static constexpr int64_t kMultiple = kGroup;
@@ -105,8 +105,8 @@ class PanelGroups {
   const uint8_t* groups_;
 };
 
-/// The same for scales and minima that are integers of 8 bits times a factor, a float16. All groups of a
-/// super-block share the factor. The factors of a panel precede its groups.
+/// The same for scales and minima that are whole numbers of 8 bits times a float16 factor. The groups of a super-block
+/// share one factor for scales and one for minima. The factors of a panel precede its groups.
 template <typename Weights, int64_t kScalesOfGroup>
 class FactoredGroups {
   using D = Dot<Weights>;
@@ -118,7 +118,7 @@ class FactoredGroups {
 
  public:
   static constexpr int64_t kScales = kScalesOfGroup;
-  /// The size of a group, with its share of the factors.
+  /// Bytes of a group, with its share of the factors.
   static constexpr int64_t kBytes = kGroupBytes + kFactorBytes / kGroupsOfBlock;
   static constexpr int64_t kMultiple = kSuperBlock;
 

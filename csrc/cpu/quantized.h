@@ -13,7 +13,7 @@
 
 namespace tercet {
 
-/// Weights along k that share a scale.
+/// Weights along k that share a scale. In some forms, each half of them has a scale of its own.
 constexpr int64_t kGroup = 32;
 
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
