@@ -39,7 +39,7 @@ Packed<T, X> packed_weight(const Tensor& x, const Tensor& packed, const optional
 template <typename Weight>
 Weight quantized_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
   const int64_t k = x.size(1);
-  TORCH_CHECK(k % Weight::kMultiple == 0, "rows of x must be multiples of ", Weight::kMultiple, ", got ", k);
+  TORCH_CHECK(k % Weight::kMultiple == 0, "rows of x must have a multiple of ", Weight::kMultiple, " numbers, got ", k);
   check(packed, "packed", at::kByte, {ceil_div(columns, kPanel), k / kGroup, Weight::kGroupBytes});
   return {packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
 }

@@ -21,8 +21,7 @@ Kind = gguf.GGMLQuantizationType
 
 PLAIN: dict[int, torch.dtype] = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 """The types that torch has."""
-_VALUES_AT_ONCE = {"cpu": 1 << 18}
-_VALUES_AT_ONCE_ON_A_GPU = 1 << 24
+_VALUES_AT_ONCE_ON_A_CPU, _VALUES_AT_ONCE_ON_A_GPU = 1 << 18, 1 << 24
 """Values that are dequantised at once: on a CPU few enough for its caches, on a GPU enough to keep it busy."""
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the 4 bits of IQ4_NL and IQ4_XS stand for."""
@@ -45,8 +44,9 @@ def has_form(kind: int, form: str) -> bool:
     """Whether weights of the GGML type `kind` can be converted to `form` with exactly the same values."""
     if kind not in _TYPES:
         return False
-    forms = {_TYPES[kind].form, "mixed", *(["mixed_k"] if kind in _K_TYPES else [])}
-    return form in forms or (kind, form) in _OTHER_FORMS
+    if form == "mixed_k":
+        return kind in _K_TYPES
+    return form in ("mixed", _TYPES[kind].form) or (kind, form) in _OTHER_FORMS
 
 
 def quantized(blocks: Blocks, form: str) -> QuantizedWeight:
@@ -54,7 +54,9 @@ def quantized(blocks: Blocks, form: str) -> QuantizedWeight:
     kind, raw = blocks
     convert = _OTHER_FORMS.get((kind, form), _TYPES[kind].convert)
     weight = convert(torch.from_numpy(raw.copy()))  # a copy, because the file's mapping is read-only
-    return {"mixed_k": _mixed_k, "mixed": _mixed}[form](weight) if form.startswith("mixed") else weight
+    if form == "mixed_k":
+        return _mixed_k(weight)
+    return _mixed(weight) if form == "mixed" else weight
 
 
 def dequantized(blocks: Blocks, device: torch.device) -> torch.Tensor:
@@ -69,7 +71,8 @@ def dequantized(blocks: Blocks, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(raw.reshape(len(raw), -1), kind)).to(device)
     row_len = raw.shape[1] * gguf.GGML_QUANT_SIZES[kind][0]
     out = torch.empty(len(raw), row_len, device=device)
-    step = max(_VALUES_AT_ONCE.get(device.type, _VALUES_AT_ONCE_ON_A_GPU) // max(row_len, 1), 1)
+    at_once = _VALUES_AT_ONCE_ON_A_CPU if device.type == "cpu" else _VALUES_AT_ONCE_ON_A_GPU
+    step = max(at_once // max(row_len, 1), 1)
     convert = _TYPES[kind].convert
     for first in range(0, len(raw), step):
         part = torch.from_numpy(raw[first : first + step].copy()).to(device)

@@ -104,7 +104,7 @@ def test_all_these_types_share_a_form_and_no_others_have_one() -> None:
 def test_long_matrices_are_dequantised_in_parts(
     kind: Kind, values_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ggml_types._VALUES_AT_ONCE, "cpu", values_at_once)
+    monkeypatch.setattr(ggml_types, "_VALUES_AT_ONCE_ON_A_CPU", values_at_once)
     blocks = random_blocks(kind, 7, 1)
     assert have_equal_bits(ggml_types.dequantized(blocks, CPU), expected_values(blocks))
 
