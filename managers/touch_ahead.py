@@ -2,7 +2,8 @@
 
 The KV pool of a CPU is mapped, but the system provides its memory on first access. In a virtual machine this may take
 5 ms for 2 MiB, because its host provides the memory, too. A step of a prompt that writes 15 MiB then takes a fifth more
-time. So an idle engine touches the slots that the allocator will give out next: more of them where this is slow.
+time. So an idle engine touches the slots that the allocator will give out next: more of them on such a machine. There,
+the system provides some memory quickly, because it was in use before. So one slow slice is enough to decide.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..mem_cache.allocator import BaseAllocator
 BYTES_AHEAD = 256 << 20
 """Memory that the pool takes before it is needed."""
 SLOW_BYTES_AHEAD = 1 << 30
-"""The same while the last slice was slow."""
+"""The same once a slice was slow."""
 _SLICE_BYTES = 2 << 20
 _SLOW_SLICE_S = 1e-3
 """A slice takes about 0.1 ms if the system need not ask a host for its memory."""
@@ -54,7 +55,8 @@ class TouchAhead:
         start, began_s = self._start, self._clock()
         self._end = min(start + self._num_in_slice, self._target)
         self._pool.touch(start, self._end)
-        self._bytes_ahead = SLOW_BYTES_AHEAD if self._clock() - began_s > _SLOW_SLICE_S else BYTES_AHEAD
+        if self._clock() - began_s > _SLOW_SLICE_S:
+            self._bytes_ahead = SLOW_BYTES_AHEAD
 
     @property
     def _start(self) -> int:
