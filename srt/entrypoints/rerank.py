@@ -22,7 +22,7 @@ from ..errors import InvalidRequest
 from ..request_options import Pooling
 from .job import MAX_PROMPTS, Sample
 from .native import check_not_empty
-from .openai.protocol import Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .openai.protocol import CacheSalt, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
 from .options import options_of
 from .routing import Server
 from .sse import WholeFormat, answer, no_result
@@ -45,10 +45,8 @@ class RerankBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     pooling: Annotated[
         Pooling | None, doc("Compare the mean over all tokens (default), or the hidden state of the last token")
     ] = None
-    model: Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")] = (
-        None
-    )
-    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    model: Model = None
+    cache_salt: CacheSalt = None
     user: User = None
     priority: Priority = None
     waiting_timeout: WaitingTimeout = None

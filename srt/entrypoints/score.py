@@ -16,7 +16,7 @@ from ..errors import InvalidRequest
 from ..logprobs import MAX_TOKEN_IDS, LogprobOptions
 from .job import Sample
 from .native import check_not_empty, check_num_prompts
-from .openai.protocol import Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .openai.protocol import CacheSalt, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
 from .options import options_of
 from .routing import Server, in_thread_if_large
 from .sse import WholeFormat, answer, no_result
@@ -33,10 +33,8 @@ class ScoreBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         bool | None, doc("Divide the probabilities of a prompt's labels by their sum, default false")
     ] = None
     item_first: Annotated[bool | None, doc("A prompt is its item and then the query, default false")] = None
-    model: Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")] = (
-        None
-    )
-    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    model: Model = None
+    cache_salt: CacheSalt = None
     user: User = None
     priority: Priority = None
     waiting_timeout: WaitingTimeout = None

@@ -8,7 +8,7 @@ import msgspec
 
 from ...request_options import Pooling
 from ..wire import Int32, Wire, doc
-from .protocol import Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .protocol import CacheSalt, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
 
 
 class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -17,9 +17,7 @@ class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     input: Annotated[
         str | list[str | int | list[int]], doc("A text, token ids, or a list of texts or of token id lists")
     ]
-    model: Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")] = (
-        None
-    )
+    model: Model = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, doc("`base64`: the bytes of float32 numbers, the lowest byte first")
     ] = None
@@ -32,7 +30,7 @@ class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     add_special_tokens: Annotated[
         bool | None, doc("Let the tokenizer add its special tokens to a text, default true")
     ] = None
-    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    cache_salt: CacheSalt = None
     user: User = None
     priority: Priority = None
     waiting_timeout: WaitingTimeout = None

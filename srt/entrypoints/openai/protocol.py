@@ -12,6 +12,8 @@ from ...io_struct import Counts
 from ..wire import Int32, Int64, Wire, doc, only
 from .structured_protocol import ResponseFormat, StructuredOutputs
 
+Model = Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")]
+CacheSalt = Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")]
 User = Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")]
 Priority = Annotated[
     Int32 | None,
@@ -49,9 +51,7 @@ class StreamOptions(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
 class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What /v1/completions and /v1/chat/completions have in common."""
 
-    model: Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")] = (
-        None
-    )
+    model: Model = None
     stream: Annotated[bool | None, doc("Stream the answer as server-sent events")] = None
     stream_options: Annotated[StreamOptions | None, doc("What a stream contains besides text")] = None
     n: Annotated[int | None, doc("Number of samples of each prompt, 1 to 128, default 1")] = None
@@ -82,7 +82,7 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     no_stop_trim: Annotated[bool | None, doc("Keep the matched stop string or stop token in the text")] = None
     skip_special_tokens: Annotated[bool | None, doc("Omit special tokens from the text, default true")] = None
     rid: Annotated[str | None, doc("Name of the request, for /abort_request; the answer has it as `id`")] = None
-    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    cache_salt: CacheSalt = None
     return_token_ids: Annotated[bool | None, doc("Return `token_ids` of each choice, and `prompt_token_ids`")] = None
     return_cached_tokens_details: Annotated[
         bool | None, doc("Return `sglext.cached_tokens_details`; a stream has it in a chunk without choices")
