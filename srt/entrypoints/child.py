@@ -1,7 +1,7 @@
 """A child process of the engine: `python -m tercet.srt.entrypoints.child PARENT ROLE`, started by processes.py.
 
 `PARENT` is the process id of its parent. The child reads its launch spec from stdin and reports on the pipe that the
-spec names. It ignores SIGINT and SIGTERM: the parent lets running requests finish, and then tells the child to stop.
+spec names. It ignores SIGINT, SIGTERM and SIGHUP: the parent lets running requests finish, and then tells it to stop.
 When the parent dies, for any reason, the child removes the run directory and exits at once, so that nothing of the
 engine is left behind.
 """
@@ -157,7 +157,7 @@ def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
     parent = _Parent(int(sys.argv[1]))
     # Imported and loaded objects stay for the life of the process. Collections during start-up would take 0.2 s.
     gc.disable()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # the parent decides what they mean
     try:
         if not _has_spec(0):

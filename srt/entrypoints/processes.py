@@ -5,8 +5,8 @@ A child is a new interpreter (`python -m tercet.srt.entrypoints.child PARENT ROL
 a script without a `__main__` guard.
 
 Only the parent handles signals, and it stops its children in an orderly way. So each child runs in its own session,
-which Ctrl-C does not reach, and ignores SIGTERM, which systemd sends to every process of a service. The parent asks a
-child to stop by a byte on its stdin.
+which Ctrl-C does not reach, and ignores SIGTERM and SIGHUP, which systemd may send to every process of a service. The
+parent asks a child to stop by a byte on its stdin.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The server binds its port first. Until the engine is ready, it answers every request with 503, so that a load balancer's
 health checks fail. With `--tokenizer-worker-num`, other processes serve HTTP (http_workers.py). Exit codes: 0 after
-SIGTERM or Ctrl-C, 1 when the start fails or the engine dies, 128 + signal when a signal ends the start.
+SIGTERM, Ctrl-C or SIGHUP (the terminal was closed), 1 when the start fails or the engine dies, 128 + signal when a
+signal ends the start.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .tracing import RequestTracer
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
-"""How long running requests may continue after SIGTERM. A second signal ends them at once."""
+"""How long running requests may continue after a signal. A second SIGTERM or SIGINT ends them at once."""
 GRACE_AFTER_DEATH_S = 2.5
 """How long `/health` answers 503 after a child process has died, so that load balancers notice."""
 _DRAIN_POLL_S = 0.02
@@ -125,7 +126,8 @@ class _ServerRun:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
+        for signum in (signal.SIGINT, signal.SIGTERM, *hang_up):
             loop.add_signal_handler(signum, self._on_signal, signum)
         http: HttpListener | HttpWorkers
         if len(self._listeners) == 1:
@@ -257,6 +259,8 @@ class _ServerRun:
             await asyncio.wait_for(self._signalled.wait(), timeout_s)
 
     def _on_signal(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGHUP and self._signals:
+            return  # a shell repeats it, and systemd may send it right after SIGTERM: nobody is in a hurry
         self._signals.append(signum)
         self._signalled.set()
 

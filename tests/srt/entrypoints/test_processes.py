@@ -174,6 +174,7 @@ def test_children_leave_sigterm_to_their_parent(server_args: ServerArgs, run_dir
             for pid in core.child_pids.values():
                 os.kill(pid, signal.SIGTERM)
                 os.kill(pid, signal.SIGINT)
+                os.kill(pid, signal.SIGHUP)
             await asyncio.sleep(0.02)
         assert (await generation.result()).finish == LengthFinish(30)
         assert not core.died.done()

@@ -81,13 +81,17 @@ def test_without_restarts_a_killed_child_ends_streams_with_errors_and_then_the_s
         assert "Traceback" not in server.log
 
 
-def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(run_dirs: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(
+    run_dirs: Path, flags: list[str], signum: signal.Signals
+) -> None:
+    """So does SIGHUP, which the server gets when its terminal is closed."""
     with ServerProcess(run_dirs, flags) as server, server.ready().client() as client:
         children = server.children
         stream = Stream(server, "/generate", {**TOKENS, "sampling_params": {"max_new_tokens": 100}})
         assert client.get("/health").status_code == 200
         assert stream.begun.wait(PATIENCE_S)
-        server.signal(signal.SIGTERM)
+        server.signal(signum)
         assert server.logged("Shutting down; waiting for 1 requests")
         assert client.get("/health").status_code == 503
         refused = client.post("/generate", json=TOKENS)
@@ -101,17 +105,32 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(run_dirs: Pa
 
 
 def test_sigterm_to_every_process_at_once_drains_too(run_dirs: Path, flags: list[str]) -> None:
-    """As systemd sends it to a service, unless it is told otherwise."""
+    """As systemd sends it to a service, unless it is told otherwise. It may add a SIGHUP, which is no second signal."""
     with ServerProcess(run_dirs, flags) as server:
         children = server.ready().children
         stream = Stream(server, "/generate", {**TOKENS, "sampling_params": {"max_new_tokens": 100}})
         assert stream.begun.wait(PATIENCE_S)
-        for pid in (*children.values(), server.pid):
-            os.kill(pid, signal.SIGTERM)
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            for pid in (*children.values(), server.pid):
+                os.kill(pid, signum)
         stream.wait()
         assert json.loads(stream.data[-2])["text"] == text_of(100)
         assert server.exit_code() == 0
         _assert_nothing_left(run_dirs, [*children.values()])
+
+
+def test_nohup_keeps_a_server_running(run_dirs: Path, flags: list[str]) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the server inherits it
+    try:
+        server = ServerProcess(run_dirs, flags)
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    with server, server.ready().client() as client:
+        server.signal(signal.SIGHUP)
+        assert client.post("/generate", json={**TOKENS, "sampling_params": {"max_new_tokens": 30}}).is_success
+        assert client.get("/ready").is_success
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 0
 
 
 def test_a_second_signal_ends_running_requests_at_once(run_dirs: Path, flags: list[str]) -> None:
@@ -127,7 +146,7 @@ def test_a_second_signal_ends_running_requests_at_once(run_dirs: Path, flags: li
         _assert_nothing_left(run_dirs, [])
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_while_it_starts_it_answers_503_and_a_signal_ends_it_at_once(
     run_dirs: Path, flags: list[str], signum: signal.Signals
 ) -> None:
