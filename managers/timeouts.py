@@ -63,6 +63,7 @@ class Timeouts:
             entry = heapq.heappop(self._heap)
             if _is_valid(entry):
                 late.append((entry[2], self._reason(entry[2])))
+                entry[2].deadline = math.inf  # the heap may have it twice: both limits may end at the same time
         return late
 
     def pause(self) -> None:

@@ -68,6 +68,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         if len(self.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have at most {MAX_SALT_CHARS} characters", param="cache_salt")
+        if not -(2**31) <= self.priority < 2**31:
+            raise InvalidRequest(f"priority must be in [-2**31, 2**31), got {self.priority}", param="priority")
         for name in ("waiting_timeout", "running_timeout"):
             limit_s = getattr(self, name)
             if limit_s is not None and not limit_s > 0:

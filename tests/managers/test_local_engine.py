@@ -246,6 +246,7 @@ def test_what_a_server_refuses_raises(make_engine: MakeEngine, prompt: Any, samp
     ("field", "value", "message"),
     [
         ("priority", "a", "priority: Expected int, got str"),
+        ("priority", 2**31, r"priority must be in \[-2\*\*31, 2\*\*31\), got 2147483648"),
         ("waiting_timeout", "1", "waiting_timeout: Expected float"),
         ("retention_seconds", [1], "retention_seconds: Expected float"),
         ("cache_salt", 5, "cache_salt: Expected str, got int"),

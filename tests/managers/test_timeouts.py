@@ -99,6 +99,18 @@ def test_the_shorter_limit_holds_and_none_is_the_servers() -> None:
     assert not found.is_armed
 
 
+def test_a_request_is_late_once_if_both_of_its_limits_end_at_the_same_time() -> None:
+    clock = FakeClock()
+    found = Timeouts(2.0, 1.0, clock)
+    req = make_req(0)
+    found.on_arrival(req)
+    clock.now += 1.0
+    found.on_launch([req])
+    clock.now += 1.0
+    assert [late.rid for late, _ in found.take_late()] == ["r0"]
+    assert not found.is_armed
+
+
 def test_the_time_stands_still_during_a_pause() -> None:
     clock = FakeClock()
     found = Timeouts(5.0, 5.0, clock)
