@@ -68,6 +68,22 @@ def _record_at(view: memoryview, at: int, mark: bytes, first: int) -> Found | No
     return Found(framed, payload)
 
 
+def lock_beside(path: Path) -> int | None:
+    """Locks `FILE.lock`. The lock is free again when the descriptor is closed, or when the process ends.
+
+    Returns the descriptor, or None if another process has the lock. Raises OSError.
+    """
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return lock
+
+
 class RecordFile:
     """The file of one process. `FILE.lock` is locked while the process lives, so no other one shares the file."""
 
@@ -85,13 +101,11 @@ class RecordFile:
 
         Raises ValueError for a file that another process uses or that is no such file, and OSError.
         """
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = lock_beside(path)
+        if lock is None:
+            raise ValueError(f"the file {str(path)!r} is in use by another server")
         file = -1
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"the file {str(path)!r} is in use by another server") from None
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ValueError(f"{str(path)!r} must be a regular file")

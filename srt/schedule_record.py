@@ -2,7 +2,8 @@
 
 A file is a sequence of records. Each is a length (4 bytes, little endian) and an array in msgpack. The first record of
 a file is a Start. A file that has reached `MAX_BYTES` becomes FILE.1, FILE.1 becomes FILE.2, and so on. Each file can
-be read without the others, so what is damaged in one costs at most the rest of that file.
+be read without the others, so what is damaged in one costs at most the rest of that file. `FILE.lock` is locked while a
+process records.
 
 The file contains the token ids of prompts and answers. Only its owner may read it.
 """
@@ -25,6 +26,7 @@ import numpy as np
 
 from .arrays import Int32Array
 from .io_struct import FinishReason, Resumed
+from .record_file import lock_beside
 from .request_options import RequestOptions
 
 logger = logging.getLogger(__name__)
@@ -160,7 +162,8 @@ class ScheduleFile:
         *,
         may_begin_later: bool = False,
     ) -> None:
-        """Rotates a file that exists. Raises OSError if the path is no regular file, or if the file cannot be made.
+        """Rotates a file that exists. Raises OSError if the path is no regular file, if another process records to it,
+        or if the file cannot be made.
 
         `may_begin_later`: if the file cannot be made, the recording begins when the disk has room.
         """
@@ -175,11 +178,14 @@ class ScheduleFile:
         self._size = 0
         self._retry_s: float | None = None
         """When a new file is tried, if there is none. None: that much later than the next record."""
+        self._lock: int | None = None
+        """The descriptor of the locked `FILE.lock`."""
         self._file: IO[bytes] | None = None
         try:
             self._file = self._open(start)
         except OSError as error:
             if not may_begin_later:
+                self.close()
                 raise
             self._end(error)
 
@@ -219,6 +225,9 @@ class ScheduleFile:
                 self._file = None
             except OSError as error:
                 self._end(error)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         self._retry_s = math.inf
 
     def _end(self, error: OSError) -> None:
@@ -256,6 +265,10 @@ class ScheduleFile:
 
     def _open(self, start: Start) -> IO[bytes]:
         """Begins a file. The older ones are renamed only if that has succeeded. Raises OSError."""
+        if self._lock is None:
+            self._lock = lock_beside(self._path)
+        if self._lock is None:
+            raise OSError(errno.EBUSY, "is in use by another server")
         new = self._path.with_name(f"{self._path.name}.new")
         new.unlink(missing_ok=True)  # it may be a link, or open to others
         file = os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=1 << 16)

@@ -54,6 +54,26 @@ def test_old_files_are_renamed_and_the_oldest_are_dropped(tmp_path: Path) -> Non
     assert len(found) < 100 and found == list(range(100 - len(found), 100)) and not Recording(path).is_whole
 
 
+def test_a_recording_belongs_to_one_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two servers would rename the files of each other."""
+    path = tmp_path / "record"
+    first = ScheduleFile(path, start("a"), max_bytes=300)
+    with pytest.raises(OSError, match="is in use by another server"):
+        ScheduleFile(path, start("b"))
+    restarted = ScheduleFile(path, start("c"), may_begin_later=True)
+    assert "is in use by another server" in caplog.text
+    for turn in range(100):
+        first.write(Flush(turn, 0.5), float(turn))
+        restarted.write(Flush(turn, 0.5), float(turn))
+    first.close()
+    assert turns(path) == list(range(100)) and Recording(path).is_whole
+    for turn in range(100, 300):
+        restarted.write(Flush(turn, 0.5), float(turn))
+    restarted.close()
+    assert turns(path) == list(range(turns(path)[0], 300)), "it begins when the other one has ended"
+    write(path, "d", range(3))
+
+
 def test_a_record_that_was_cut_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "record"
     write(path, "a", range(10))
@@ -165,13 +185,13 @@ def test_a_recording_goes_on_when_the_disk_has_room_again(
     for now_s in range(10, 400):
         file.write(Flush(now_s, 0.5), now_s=float(now_s))
         assert file.part == 0
-    assert [one.name for one in tmp_path.iterdir()] == ["record"] and turns(path) == [0, 1, 2]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["record", "record.lock"] and turns(path) == [0, 1, 2]
     room[0] = 1000
     with monkeypatch.context() as patch:
         patch.setattr(schedule_record.os, "fdopen", full_file)
         for now_s in range(400, 500):
             file.write(Flush(now_s, 0.5), now_s=float(now_s))
-    assert [one.name for one in tmp_path.iterdir()] == ["record"] and turns(path) == [0, 1, 2]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["record", "record.lock"] and turns(path) == [0, 1, 2]
     for now_s in range(500, 570):
         file.write(Flush(now_s, 0.5), now_s=float(now_s))
     file.close()
