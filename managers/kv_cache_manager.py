@@ -70,11 +70,12 @@ class KVCacheManager:
 
         Looks them up only if the cache has changed there, or if the request has new tokens: the queue is ordered often.
         """
-        known = req.lookup
-        if known is None or known[1] != len(req.output_ids) or not known[0].is_current():
-            found = self.cache.look_up(req.token_ids()[: req.reusable_len], req.namespace)
-            req.lookup = known = found, len(req.output_ids)
-        return known[0].length
+        num_output = len(req.output_ids)
+        known = req.lookup[0] if req.lookup is not None and req.lookup[1] == num_output else None
+        if known is None or not known.is_current():
+            known = self.cache.look_up(req.token_ids()[: req.reusable_len], req.namespace, known)
+            req.lookup = known, num_output
+        return known.length
 
     def match_path(self, req: Req) -> Sequence[CacheNode]:
         """The cache's nodes on the path of the prefix that an admission would reuse now."""
@@ -86,14 +87,12 @@ class KVCacheManager:
         return self.cache.evictable_match_len(req.token_ids()[: req.reusable_len], req.namespace)
 
     def match(self, req: Req) -> MatchResult:
-        found = self.cache.match(req.token_ids()[: req.reusable_len], req.namespace)
-        req.matched_len = len(found.slots)
-        return found
+        return self.cache.match(req.token_ids()[: req.reusable_len], req.namespace)
 
-    def reusable_end(self, req: Req, match: MatchResult) -> int:
-        """Tokens that an admission would not compute: the matched prefix, and what a lower tier continues it with."""
-        if self.tiers is not None:
-            req.matched_len = self.tiers.end_of(req, len(match.slots))
+    def reusable_end(self, req: Req, num_cached: int) -> int:
+        """Tokens that an admission would not compute: the `num_cached` tokens that the prefix cache has, and what a
+        lower tier continues them with."""
+        req.matched_len = num_cached if self.tiers is None else self.tiers.end_of(req, num_cached)
         return req.matched_len
 
     def awaits_storage(self, req: Req) -> bool:

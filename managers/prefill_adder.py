@@ -145,13 +145,13 @@ class PrefillAdder:
     def _try_admit(self, req: Req) -> _Verdict:
         if not self._kv.req_to_token_pool.num_free or self._tokens_left <= 0:
             return _Verdict.STEP_IS_FULL
-        match = self._kv.match(req)
-        num_cached = len(match.slots)
-        start = self._kv.reusable_end(req, match)
+        num_cached = self._kv.device_match_len(req)
+        start = self._kv.reusable_end(req, num_cached)
         num_new = req.num_tokens - start
         self._end_shorter(req.urgency, num_new)
         if _next_prefix(self._kv, req, num_cached, req.reusable_len) in self._shared_soon:
             return _Verdict.PASSED_BY
+        match = self._kv.match(req)
         length = num_new
         if num_new > min(self._chunk_size, self._room(req, start)):
             if not self._may_start(req, num_new):

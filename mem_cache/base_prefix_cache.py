@@ -81,8 +81,12 @@ class BasePrefixCache(ABC):
         """Find the longest cached prefix of tokens: int32 [n]. Counts as an access. The cache still owns the slots."""
 
     @abstractmethod
-    def look_up(self, tokens: Int32Array, namespace: str = "") -> Lookup:
-        """The number of slots that `match` would return. Has no effect on the cache; the queue is ordered by it."""
+    def look_up(self, tokens: Int32Array, namespace: str = "", earlier: Lookup | None = None) -> Lookup:
+        """The number of slots that `match` would return. Has no effect on the cache; the queue is ordered by it.
+
+        `earlier`: a result for the same tokens. The prefix that it has found is not compared again if it still ends at
+        the same place.
+        """
 
     def match_len(self, tokens: Int32Array, namespace: str = "") -> int:
         """The length of `look_up`."""

@@ -34,7 +34,7 @@ class ChunkCache(BasePrefixCache):
     def match(self, tokens: Int32Array, namespace: str = "") -> MatchResult:
         return self._no_match
 
-    def look_up(self, tokens: Int32Array, namespace: str = "") -> Lookup:
+    def look_up(self, tokens: Int32Array, namespace: str = "", earlier: Lookup | None = None) -> Lookup:
         return self._nothing
 
     def match_path(self, tokens: Int32Array, namespace: str = "") -> tuple[Sequence[CacheNode], int]:

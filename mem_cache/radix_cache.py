@@ -34,7 +34,7 @@ from .block_events import CacheListener
 from .evict_policy import Value, get_evict_policy
 from .radix_audit import audit_slices
 from .radix_heat import hottest
-from .radix_lookup import find, look_up, namespace_key
+from .radix_lookup import RadixLookup, find, look_up, namespace_key
 from .radix_node import EMPTY, NO_TICKET, RadixNode, freed_by_unlock
 from .retention import Retentions
 
@@ -104,8 +104,9 @@ class RadixCache(BasePrefixCache):
         self._touch(path)
         return MatchResult(np.concatenate([node.slots for node in path]), path[-1])
 
-    def look_up(self, tokens: Int32Array, namespace: str = "") -> Lookup:
-        return look_up(self, self._root, tokens, namespace)
+    def look_up(self, tokens: Int32Array, namespace: str = "", earlier: Lookup | None = None) -> Lookup:
+        assert earlier is None or isinstance(earlier, RadixLookup)
+        return look_up(self, self._root, tokens, namespace, earlier)
 
     def match_path(self, tokens: Int32Array, namespace: str = "") -> tuple[Sequence[CacheNode], int]:
         return find(self._root, tokens, namespace, self.page_size)[:2]

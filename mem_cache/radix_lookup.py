@@ -35,12 +35,15 @@ class RadixLookup(Lookup):
         self._next_key = next_key
 
     def is_current(self) -> bool:
-        node = self._node
-        return (
-            self._next_key not in node.children
-            and len(node.tokens) == self._edge_len
-            and self._num_cuts == self._cache.num_cuts
-        )
+        return self._next_key not in self._node.children and self._is_in_tree()
+
+    def _is_in_tree(self) -> bool:
+        """Whether the prefix is in the tree and the edge of its last node is as it was."""
+        return len(self._node.tokens) == self._edge_len and self._num_cuts == self._cache.num_cuts
+
+    def begin(self) -> RadixNode | None:
+        """The node at whose end another look-up of the same tokens may begin, after `length` of them; None: no node."""
+        return self._node if self.length and self._next_key is not None and self._is_in_tree() else None
 
 
 def find(root: RadixNode, tokens: Int32Array, namespace: str, page_size: int) -> tuple[list[RadixNode], int, int]:
@@ -49,11 +52,15 @@ def find(root: RadixNode, tokens: Int32Array, namespace: str, page_size: int) ->
     Returns the nodes on the path without the namespace's node, the matched length, and the matched length within the
     last node, which may match only in part.
     """
+    return _walk(root.children.get(namespace_key(namespace)), tokens, 0, page_size)
+
+
+def _walk(node: RadixNode | None, tokens: Int32Array, pos: int, page_size: int) -> tuple[list[RadixNode], int, int]:
+    """As `find`, but only below a node at whose end the first `pos` tokens end."""
     assert tokens.dtype == np.int32
     end = len(tokens) // page_size * page_size
     path: list[RadixNode] = []
-    pos = matched_in_last = 0
-    node = root.children.get(namespace_key(namespace))
+    matched_in_last = 0
     while node is not None and pos < end:
         node = node.children.get(tokens[pos : pos + page_size].tobytes())
         if node is None:
@@ -67,15 +74,21 @@ def find(root: RadixNode, tokens: Int32Array, namespace: str, page_size: int) ->
     return path, pos, matched_in_last
 
 
-def look_up(cache: RadixCache, root: RadixNode, tokens: Int32Array, namespace: str) -> RadixLookup:
+def look_up(
+    cache: RadixCache, root: RadixNode, tokens: Int32Array, namespace: str, earlier: RadixLookup | None
+) -> RadixLookup:
     """See BasePrefixCache."""
-    path, length, matched_in_last = find(root, tokens, namespace, cache.page_size)
     key = namespace_key(namespace)
-    last = path[-1] if path else root.children.get(key)
+    begin = None if earlier is None else earlier.begin()
+    start = 0 if earlier is None or begin is None else earlier.length
+    last = begin or root.children.get(key)
     if last is None:
         return RadixLookup(cache, 0, root, key)
+    path, length, matched_in_last = _walk(last, tokens, start, cache.page_size)
+    is_whole = not path or matched_in_last == len(path[-1].tokens)
+    last = path[-1] if path else last
     next_page = tokens[length : length + cache.page_size]
-    is_open = matched_in_last == len(last.tokens) and len(next_page) == cache.page_size
+    is_open = is_whole and len(next_page) == cache.page_size
     return RadixLookup(cache, length, last, next_page.tobytes() if is_open else None)
 
 

@@ -13,6 +13,8 @@ from fakes import expected_output
 from tercet.managers.planner import MAX_HELD_BACK, _Shortage
 from tercet.managers.prefill_adder import Extend
 from tercet.managers.step_cost import StepCost
+from tercet.mem_cache.base_prefix_cache import MatchResult
+from tercet.srt.arrays import Int32Array
 from tercet.srt.io_struct import AbortFinish
 
 LONG, SHORT = 30_000, 100
@@ -285,3 +287,26 @@ def test_a_short_prompt_waits_for_the_chunk_that_it_shares() -> None:
     rig.add("short", shared[:100], max_new_tokens=1)
     rig.run()
     assert rig.heard["short"].last.counts.cached_tokens == 99
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs", "dlpm"])
+def test_requests_that_wait_for_a_shared_chunk_are_not_matched(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be 128 of them, each with thousands of nodes to match, in each step."""
+    rig = make_rig(policy=policy)
+    matched: list[int] = []
+    match = rig.kv.cache.match
+
+    def counted(tokens: Int32Array, namespace: str = "") -> MatchResult:
+        matched.append(len(tokens))
+        return match(tokens, namespace)
+
+    for index in range(6):
+        rig.add(f"r{index}", list(range(97)) * 5, max_new_tokens=1)
+    rig.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.kv.cache, "match", counted)
+        for _ in range(3):
+            rig.turn()
+    assert matched == [] and len(rig.scheduler.queues.waiting) == 5
+    rig.run()
+    assert [heard.last.counts.cached_tokens for heard in rig.heard.values()] == [0, *[484] * 5]

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from radix_makers import i32, make, put
 
+from tercet.mem_cache import radix_lookup
 from tercet.mem_cache.radix_lookup import RadixLookup
+from tercet.srt.arrays import Int32Array
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 ACTS = st.one_of(
@@ -50,8 +52,30 @@ def test_a_current_look_up_has_the_right_length(page: int, acts: list[tuple[str,
                 found = cache.look_up(i32(tokens), name)
                 assert length is None or found.length == length
                 assert found.is_current()
+                again = cache.look_up(i32(tokens), name, before)
+                assert again.length == found.length and again.is_current()
                 assert before is None or not before.is_current() or before.length == found.length
                 kept[index, name] = before if before is not None and before.is_current() else found
+
+
+def test_a_prefix_that_has_grown_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks adds a node in each step, and many requests may wait for it."""
+    compared: list[int] = []
+    common_len = radix_lookup.common_len
+
+    def counted(a: Int32Array, b: Int32Array) -> int:
+        compared.append(len(b))
+        return common_len(a, b)
+
+    cache, allocator = make()
+    prompt, found = list(range(60)), None
+    for end in range(10, 60, 10):
+        put(cache, allocator, prompt[:end])
+        with monkeypatch.context() as patch:
+            patch.setattr(radix_lookup, "common_len", counted)
+            found = cache.look_up(i32(prompt), "", found)
+        assert found.length == end and found.is_current()
+    assert compared == [60, 50, 40, 30, 20]
 
 
 @pytest.mark.parametrize(("prompt", "length"), [([9, 9], 0), ([1, 2, 3, 9], 3), ([1, 2, 9], 2), ([1, 2, 3], 3)])
