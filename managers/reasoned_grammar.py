@@ -69,4 +69,5 @@ class _Matcher:
 
     @property
     def _may_begin(self) -> bool:
-        return not self._span.inside and not self._num_thoughts and not self._num_texts
+        """Called only outside of the reasoning."""
+        return not self._num_thoughts and not self._num_texts

@@ -41,8 +41,12 @@ VOCAB, ENDS = 40, frozenset({7})
 SPANS = [ReasoningSpan((20,), (5, 6, 13, 25, 30, 31), inside) for inside in (False, True)]
 
 
-@given(st.sampled_from(SPANS), st.lists(st.integers(0, 1 << 16), max_size=12), st.integers(0, 12))
-def test_a_rollback_leads_back_to_the_same_masks(span: ReasoningSpan, choices: list[int], num_back: int) -> None:
+# With many starts, the first token often begins the reasoning.
+@given(
+    st.sampled_from([*SPANS, ReasoningSpan(tuple(range(20, 40)), (5, 6, 13))]),
+    st.lists(st.integers(0, 1 << 16), max_size=12),
+)
+def test_a_rollback_leads_back_to_the_same_masks(span: ReasoningSpan, choices: list[int]) -> None:
     matcher = ReasonedGrammar(
         HashGrammar("3", hashed_vocabulary(VOCAB, ENDS)), span, hashed_vocabulary(VOCAB, ENDS)
     ).start()
@@ -54,12 +58,12 @@ def test_a_rollback_leads_back_to_the_same_masks(span: ReasoningSpan, choices: l
         accepted.append(ways[choice % len(ways)])
         matcher.accept(accepted[-1])
         masks.append(mask_after(matcher))
-    num_back = min(num_back, len(accepted))
-    matcher.rollback(num_back)
-    for place in range(len(accepted) - num_back, len(masks)):
-        assert (mask_after(matcher) == masks[place]).all()
-        if place < len(accepted):
-            matcher.accept(accepted[place])
+    for num_left in range(len(accepted) + 1):
+        matcher.rollback(len(accepted) - num_left)
+        for place in range(num_left, len(masks)):
+            assert (mask_after(matcher) == masks[place]).all()
+            if place < len(accepted):
+                matcher.accept(accepted[place])
 
 
 def mask_after(matcher: Matcher) -> np.ndarray:
