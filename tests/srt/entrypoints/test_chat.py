@@ -154,6 +154,14 @@ def test_a_stream(site: Site) -> None:
     assert (choices[-1]["finish_reason"], choices[-1]["matched_stop"]) == ("stop", EOS)
 
 
+def test_no_delta_but_the_first_is_an_empty_text(site: Site) -> None:
+    site.scheduler.say("H", "", "i", "")
+    first, *others = (one["choices"][0]["delta"] for one in site.stream(PATH, {"messages": HI}))
+    assert first == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in others) == "Hi"
+    assert {"content": ""} not in others
+
+
 def test_a_stream_of_several_choices(site: Site) -> None:
     options = {"include_usage": True}
     events = site.stream(PATH, {"messages": HI, "n": 3, "max_tokens": 5, "stream_options": options})
