@@ -112,7 +112,7 @@ class InputProcessor:
 
     async def prompt_ids(
         self,
-        content: str | Sequence[int] | Callable[[], Awaitable[str]],
+        content: str | Sequence[int] | Callable[[], Awaitable[str | Sequence[int]]],
         *,
         add_special_tokens: bool,
         truncates: bool | None = None,

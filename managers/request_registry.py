@@ -30,8 +30,8 @@ _MAX_NAME_CHARS = 256
 class Prompt:
     """One prompt of a request."""
 
-    content: str | Sequence[int] | Callable[[], Awaitable[str]]
-    """A text, token ids, or a coroutine function that renders the text."""
+    content: str | Sequence[int] | Callable[[], Awaitable[str | Sequence[int]]]
+    """A text, token ids, or a coroutine function that makes one of them."""
     options: RequestOptions
     rid: str | None = None
     """None: a random name."""

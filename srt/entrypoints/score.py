@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -57,19 +58,19 @@ async def score(server: Server, request: Request, body: ScoreBody) -> ASGIApp:
     """Handler of /v1/score. A prompt is a request of one token, whose log probabilities are wanted."""
     model = server.check_model(body.model)
     _check_labels(body.label_token_ids, server.manager.model_config.vocab_size)
-    contents = await in_thread_if_large(request, _contents, body)
+    items = _items(body)
     name = f"score-{uuid.uuid4().hex}"
     sampling = server.manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0})
     options = options_of(body, sampling, LogprobOptions(token_ids_logprob=body.label_token_ids))
     is_list = isinstance(body.items, list)
     prompts = [
         Prompt(
-            content=content,
+            content=functools.partial(in_thread_if_large, request, _joined, body, item),
             options=options,
-            rid=name if len(contents) == 1 else f"{name}_{i}",
+            rid=name if len(items) == 1 else f"{name}_{i}",
             param=f"items[{i}]" if is_list else "items",
         )
-        for i, content in enumerate(contents)
+        for i, item in enumerate(items)
     ]
     return await answer(server, request, prompts, response_format=_ScoreFormat(body, model), name=name)
 
@@ -86,15 +87,24 @@ def _check_labels(ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-def _contents(body: ScoreBody) -> list[str | list[int]]:
-    """The prompts. Texts are joined as texts, before they are converted to tokens."""
+def _items(body: ScoreBody) -> Sequence[str | list[int]]:
     items = [body.items] if isinstance(body.items, str) else check_not_empty(body.items, "items")
     check_num_prompts(len(items), "items")
     kind = type(body.query)
     if any(type(item) is not kind for item in items):
         raise InvalidRequest("query and items must be all texts or all token ids, not a mix of both", param="items")
+    return items
+
+
+def _joined(body: ScoreBody, item: Any) -> str | list[int]:
+    """A prompt. Texts are joined as texts, before they are converted to tokens.
+
+    Each prompt repeats the query, so the prompts together may need a thousand times the memory of the body. They are
+    made one at a time, and the first that is too long ends the request.
+    """
     query: Any = body.query
-    return [cast(Any, item) + query if body.item_first else query + cast(Any, item) for item in items]
+    joined: str | list[int] = item + query if body.item_first else query + item
+    return joined
 
 
 class _ScoreFormat(WholeFormat):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,21 @@ def test_softmax_over_the_labels(site: Site) -> None:
     assert sum(scores) == pytest.approx(1) and scores[0] / scores[1] == pytest.approx(math.e)
 
 
+def test_the_shares_of_labels_do_not_depend_on_how_unlikely_all_are(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exponential of -1000 is 0."""
+
+    def logprobs(*args: Any) -> NewLogprobs:
+        new = fake_logprobs(*args)
+        asked = np.array([-1000, -1001], np.float32)
+        return msgspec.structs.replace(new, output=msgspec.structs.replace(new.output, asked=asked.tobytes()))
+
+    monkeypatch.setattr(fake_http, "fake_logprobs", logprobs)
+    (scores,) = site.good(PATH, {**BODY, "items": "b", "apply_softmax": True})["scores"]
+    assert scores == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e)])
+
+
 def test_labels_that_are_all_impossible_have_no_shares(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a model may be -inf. Then the sum is 0, and JSON has no NaN."""
 
@@ -68,6 +84,7 @@ def test_token_ids_in_either_order(site: Site, first, prompts) -> None:
     ("change", "param", "message"),
     [
         ({"items": []}, "items", "at least one prompt"),
+        ({"items": ["a"] * 1025}, "items", "items must have at most 1024 prompts, got 1025"),
         ({"items": [[1]]}, "items", "not a mix"),
         ({"items": ["a", [1]]}, "items", "not a mix"),
         ({"query": "", "items": ["a", ""]}, "items[1]", "empty"),
@@ -81,6 +98,19 @@ def test_token_ids_in_either_order(site: Site, first, prompts) -> None:
 def test_what_is_refused(site: Site, change, param, message) -> None:
     error = site.refused(PATH, {**BODY, **change})
     assert error["param"] == param and message in error["message"], error
+
+
+@pytest.mark.parametrize(("query", "item"), [("a" * 400_000, "b"), ([1] * 50_000, [2])])
+def test_a_long_query_is_not_copied_for_each_item(site: Site, query, item) -> None:
+    """16 MiB of a query before 1024 items would be 16 GiB."""
+    tracemalloc.start()
+    try:
+        error = site.refused(PATH, {"query": query, "items": [item] * 1024, "label_token_ids": [1]})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert error["param"] == "items[0]" and "at most" in error["message"]
+    assert peak < 32 << 20
 
 
 def test_the_most_labels_and_the_first_and_the_last_token(site: Site) -> None:
