@@ -110,6 +110,27 @@ def test_paused_time_is_no_waiting_and_no_running_time() -> None:
     assert rig.heard["new"].finish == LengthFinish(4)
 
 
+def test_the_time_runs_again_after_a_pause() -> None:
+    rig = Rig(max_running=1, waiting_timeout=5.0, running_timeout=20.0)
+    start(rig, num=2, length=100)
+    tell(rig, PauseReq(1, False))
+    tell(rig, ContinueReq(2))
+    for waits_s, ended in ((4.0, set()), (2.0, {"r1"}), (15.0, {"r0", "r1"})):
+        rig.clock.now += waits_s
+        for _ in range(3):
+            rig.turn()
+        assert {rid for rid, heard in rig.heard.items() if heard.finish is not None} == ended
+
+
+@pytest.mark.parametrize("retract", [(True, False), (False, True)])
+def test_of_two_pauses_in_one_turn_one_is_enough_to_retract(retract: tuple[bool, bool]) -> None:
+    rig = Rig()
+    start(rig)
+    rig.inbox.messages.append(PauseReq(1, retract[0]))
+    assert tell(rig, PauseReq(2, retract[1])) == [PauseReply(1), PauseReply(2)]
+    assert tell(rig, FlushCacheReq(3)) == [FlushCacheReply(3, 0)]
+
+
 def test_a_pause_does_not_lower_the_rate_of_the_queue() -> None:
     rig = Rig(max_running=2, max_queue_time_s=2.0)
     for index in range(20):
