@@ -108,6 +108,7 @@ def test_an_update_over_its_drain_timeout_is_refused(updatable: WeightSite) -> N
 def test_a_client_loads_nothing_outside(updatable: WeightSite, path: str, tmp_path_factory: Any) -> None:
     (updatable.folder / "link").symlink_to(tmp_path_factory.mktemp("outside"))
     error = updatable.refused(PATH, {"model_path": path}, 403)
+    assert "--update-weights-dir" in error["message"]
     assert error["param"] == "model_path" and str(updatable.folder.parent) not in error["message"]
     assert not updatable.updates
 
@@ -130,8 +131,13 @@ def test_a_client_loads_nothing_outside(updatable: WeightSite, path: str, tmp_pa
     ],
 )
 def test_other_values_are_refused(updatable: WeightSite, field: str, value: Any) -> None:
-    assert (updatable.refused(PATH, {"model_path": "a", field: value})["param"] or "").startswith(field)
+    assert updatable.refused(PATH, {"model_path": "a", field: value})["param"] == field
     assert not updatable.updates
+
+
+@pytest.mark.parametrize("version", ["x", "x" * 128])
+def test_the_shortest_and_the_longest_version(updatable: WeightSite, version: str) -> None:
+    assert updatable.good(PATH, {"model_path": "a", "weight_version": version})["weight_version"] == version
 
 
 def test_what_the_engine_refuses_is_a_400(updatable: WeightSite) -> None:
