@@ -35,6 +35,7 @@ from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import load_tokenizer
 from .argument_types import positive
 from .results import Result, add_results_arguments, finish, number, percent
+from .text_files import read_text
 from .workloads import BUNDLED_TEXT
 
 _REFERENCE = "float32"
@@ -90,7 +91,7 @@ def read_windows(args: argparse.Namespace, config: ModelConfig) -> torch.Tensor:
     num_windows = args.num_tokens // args.window
     if num_windows < 1:
         raise ValueError(f"--num-tokens must be at least --window {args.window}, got {args.num_tokens}")
-    ids = load_tokenizer(str(args.model_path)).encode(args.text.read_text(encoding="utf-8"))
+    ids = load_tokenizer(str(args.model_path)).encode(read_text(args.text))
     if len(ids) < num_windows * args.window:
         raise ValueError(f"--num-tokens must be at most {len(ids)}, the length of {args.text}, got {args.num_tokens}")
     return torch.tensor(ids[: num_windows * args.window]).view(num_windows, args.window)

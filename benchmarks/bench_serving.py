@@ -31,6 +31,7 @@ from .provenance import command_line, provenance
 from .recorded_workloads import custom, first_questions, mooncake, sharegpt
 from .report import json_line, table
 from .serving_args import DATASET_FLAGS, parse
+from .text_files import read_text
 from .traffic import drive
 from .workloads import PromptMaker, Request, Stream, random_stream
 
@@ -305,7 +306,7 @@ def _details(run: _Run) -> dict[str, Any]:
     }
 
 
-def _plot(options: argparse.Namespace, measured: Measured) -> None:
+def _plot_in_terminal(options: argparse.Namespace, measured: Measured) -> None:
     if not measured.figures["completed"]:
         return
     width = min(100, shutil.get_terminal_size().columns)

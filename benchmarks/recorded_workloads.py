@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .text_files import MOONCAKE_BLOCK, json_objects, mooncake_lines, read_text
 from .workloads import Prompt, PromptMaker, Request, Stream, random_stream
 
-MOONCAKE_BLOCK = 512
-"""Tokens for each hash id of a trace (Mooncake: a KVCache-centric disaggregated architecture, 2024)."""
 _SHORTEST = 2
 
 
@@ -40,7 +38,7 @@ def custom(
     Raises ValueError, with the line's number, for a line of another format.
     """
     lines: list[tuple[Prompt, str | int | None]] = []
-    for where, line in _read_lines(path):
+    for where, line in json_objects(path):
         if "prompt" not in line:
             turns = _two_turns(line, where)
             if turns is None:
@@ -64,31 +62,19 @@ def custom(
 def mooncake(maker: PromptMaker, path: Path, num_prompts: int, seed: int) -> list[Request]:
     """Dataset `mooncake`: the requests of a trace, in the order of their timestamps.
 
-    Each line is a JSON object with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id for every
-    512 tokens of the prompt. Equal hash ids become equal tokens, so requests share prefixes as in the trace. Without
-    hash ids, they share none.
+    Equal hash ids become equal tokens, so requests share prefixes as in the trace. Without hash ids, they share none.
 
-    Raises ValueError, with the line's number, for a line of another format, and for a file without a line.
+    Raises ValueError as `mooncake_lines`, and for a file without a line.
     """
     block = _blocks(maker, seed)
-    rows: list[tuple[float, Request]] = []
-    for number, (where, line) in enumerate(_read_lines(path)):
-        if number == num_prompts:
-            break
-        input_len, output_len = (_natural(line, name, where) for name in ("input_length", "output_length"))
-        timestamp = line.get("timestamp")
-        if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not math.isfinite(timestamp):
-            raise ValueError(f"{where}: timestamp must be a finite number of milliseconds")
-        hash_ids = line.get("hash_ids", [])
-        if not isinstance(hash_ids, list) or not all(type(hash_id) is int and hash_id >= 0 for hash_id in hash_ids):
-            raise ValueError(f"{where}: hash_ids must be a list of numbers")
+    requests = []
+    for number, (at_s, input_len, output_len, hash_ids) in enumerate(mooncake_lines(path, num_prompts)):
         ids = [token for hash_id in hash_ids for token in block(hash_id)][:input_len]
         ids += maker.random_ids(input_len - len(ids), random_stream(seed, Stream.CONTENT, number))
-        seconds = timestamp / 1000.0
-        rows.append((seconds, _of_ids(maker, ids, output_len, seconds)))
-    if not rows:
+        requests.append(_of_ids(maker, ids, output_len, at_s))
+    if not requests:
         raise ValueError(f"{path} has no request")
-    return [request for _, request in sorted(rows, key=lambda row: row[0])]
+    return sorted(requests, key=lambda request: request.timestamp_s or 0.0)
 
 
 def first_questions(path: Path) -> str:
@@ -178,27 +164,9 @@ def _natural(line: dict[str, Any], name: str, where: str) -> int:
 
 def _read_json(path: Path) -> list[Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, list):
         raise ValueError(f"{path}: not a list of conversations")
     return content
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            content = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{where}: not an object")
-        yield where, content

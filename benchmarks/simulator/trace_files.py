@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ..text_files import MAX_LENGTH, MOONCAKE_BLOCK, mooncake_lines
 from .traffic import SimRequest
 
-MOONCAKE_BLOCK = 512
-"""Tokens for each hash id (Mooncake: a KVCache-centric disaggregated architecture, 2024)."""
-MAX_LENGTH = 1 << 24
-"""Tokens of a prompt or an answer. No model has such a context, and more would fill the memory."""
-_MAX_NUMBER = 1e15
-"""Of a time in ms: beyond it, float has no fractions of a second."""
 _OWN = 1 << 62
 """Added to the number of a request to make the tokens that it shares with no other one."""
 _TRIPLES = (
@@ -32,26 +24,16 @@ _TRIPLES = (
 def mooncake(path: Path, vocab_size: int, seed: int, num_requests: int | None = None) -> Iterator[SimRequest]:
     """A trace with one JSON object in a line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`.
 
-    There is one hash id for each 512 tokens of the prompt, and equal ids are equal tokens. Tokens beyond the ids are
-    the request's own. The first request arrives at 0 s. Raises ValueError, with the line's number, for a line of
-    another format.
+    The first request arrives at 0 s. Raises ValueError as `mooncake_lines`.
     """
     start_s = None
-    with path.open(encoding="utf-8") as file:
-        lines = ((f"{path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip())
-        for place, (where, line) in enumerate(islice(lines, num_requests)):
-            fields = _object(where, line)
-            at_s = _number(fields, "timestamp", where) / 1000
-            start_s = at_s if start_s is None else start_s
-            input_len, output_len = (_length(fields, name, where) for name in ("input_length", "output_length"))
-            hash_ids = fields.get("hash_ids", [])
-            if not isinstance(hash_ids, list) or not all(type(hash_id) is int and hash_id >= 0 for hash_id in hash_ids):
-                raise ValueError(f"{where}: hash_ids must be a list of numbers")
-            num_blocks = -(-input_len // MOONCAKE_BLOCK)
-            shared = [tokens_of(hash_id, MOONCAKE_BLOCK, vocab_size, seed) for hash_id in hash_ids[:num_blocks]]
-            num_own = max(input_len - MOONCAKE_BLOCK * len(hash_ids), 0)
-            own = tokens_of(_OWN + place, num_own, vocab_size, seed)
-            yield SimRequest(at_s - start_s, np.concatenate([*shared, own])[:input_len], output_len)
+    for place, (at_s, input_len, output_len, hash_ids) in enumerate(mooncake_lines(path, num_requests)):
+        start_s = at_s if start_s is None else start_s
+        num_blocks = -(-input_len // MOONCAKE_BLOCK)
+        shared = [tokens_of(hash_id, MOONCAKE_BLOCK, vocab_size, seed) for hash_id in hash_ids[:num_blocks]]
+        num_own = max(input_len - MOONCAKE_BLOCK * len(hash_ids), 0)
+        own = tokens_of(_OWN + place, num_own, vocab_size, seed)
+        yield SimRequest(at_s - start_s, np.concatenate([*shared, own])[:input_len], output_len)
 
 
 def burstgpt(path: Path, vocab_size: int, seed: int, num_requests: int | None = None) -> Iterator[SimRequest]:
@@ -63,30 +45,24 @@ def burstgpt(path: Path, vocab_size: int, seed: int, num_requests: int | None = 
     """
     start_s = None
     num_taken = 0
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
-        missing = {"Timestamp", "Request tokens", "Response tokens"} - set(rows.fieldnames or ())
-        if missing:
-            raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; this is not a trace of BurstGPT")
-        for row in rows:
-            where = f"{path}, line {rows.line_num}"
-            try:
-                at_s, input_len, output_len = (
-                    float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"])
-                )  # fmt: skip
-            except (TypeError, ValueError):
-                raise ValueError(f"{where}: the time and the numbers of tokens must be numbers") from None
-            if not math.isfinite(at_s) or max(input_len, output_len) > MAX_LENGTH:
-                raise ValueError(f"{where}: the time must be finite, and the numbers at most {MAX_LENGTH}")
-            if input_len < 1 or output_len < 1:
-                continue
-            start_s = at_s if start_s is None else start_s
-            session = (row.get("Session ID") or "").strip()
-            key = _key_of(session) if session else _OWN + num_taken
-            yield SimRequest(at_s - start_s, tokens_of(key, input_len, vocab_size, seed), output_len)
-            num_taken += 1
-            if num_taken == num_requests:
-                return
+    for where, row in _rows(path):
+        try:
+            at_s, input_len, output_len = (
+                float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"])
+            )  # fmt: skip
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}: the time and the numbers of tokens must be numbers") from None
+        if not math.isfinite(at_s) or max(input_len, output_len) > MAX_LENGTH:
+            raise ValueError(f"{where}: the time must be finite, and the numbers at most {MAX_LENGTH}")
+        if input_len < 1 or output_len < 1:
+            continue
+        start_s = at_s if start_s is None else start_s
+        session = (row.get("Session ID") or "").strip()
+        key = _key_of(session) if session else _OWN + num_taken
+        yield SimRequest(at_s - start_s, tokens_of(key, input_len, vocab_size, seed), output_len)
+        num_taken += 1
+        if num_taken == num_requests:
+            return
 
 
 def tokens_of(key: int, count: int, vocab_size: int, seed: int) -> np.ndarray:
@@ -100,33 +76,23 @@ def tokens_of(key: int, count: int, vocab_size: int, seed: int) -> np.ndarray:
     return (1 + mixed % np.uint64(vocab_size - 1)).astype(np.int32)
 
 
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The place and the fields of each row. Raises ValueError."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file)
+            missing = {"Timestamp", "Request tokens", "Response tokens"} - set(rows.fieldnames or ())
+            if missing:
+                raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; this is not a trace of BurstGPT")
+            for row in rows:
+                yield f"{path}, line {rows.line_num}", row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+
+
 def _key_of(name: str) -> int:
     """A hash of a text (FNV-1a) that is the same in every process."""
     value = 0xCBF29CE484222325
     for byte in name.encode():
         value = ((value ^ byte) * 0x100000001B3) & 0x3FFFFFFFFFFFFFFF
-    return value
-
-
-def _object(where: str, line: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: the line must be a JSON object")
-    return fields
-
-
-def _number(fields: dict[str, Any], name: str, where: str) -> float:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MAX_NUMBER:
-        raise ValueError(f"{where}: {name} must be a number of less than {_MAX_NUMBER:g}")
-    return float(value)
-
-
-def _length(fields: dict[str, Any], name: str, where: str) -> int:
-    value = fields.get(name)
-    if type(value) is not int or not 1 <= value <= MAX_LENGTH:
-        raise ValueError(f"{where}: {name} must be a number from 1 to {MAX_LENGTH}")
     return value

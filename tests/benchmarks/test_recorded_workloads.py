@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from bench_tokenizers import bytes_only, merging
 
-from tercet.benchmarks.recorded_workloads import MOONCAKE_BLOCK, custom, first_questions, mooncake, sharegpt
+from tercet.benchmarks.recorded_workloads import custom, first_questions, mooncake, sharegpt
+from tercet.benchmarks.text_files import MOONCAKE_BLOCK
 from tercet.benchmarks.workloads import PromptMaker
 
 TEXTS = PromptMaker(bytes_only(), as_ids=False)
@@ -115,7 +116,7 @@ def test_custom_takes_prompts_and_conversations(write: Any) -> None:
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{", "line 2: "),
+        ("{", "line 2, column 1: Expecting property name"),
         ("[1]", "line 2: not an object"),
         ({"text": "a"}, "line 2: the line has neither a prompt"),
         ({"prompt": "", "output_len": 3}, "line 2: prompt must be"),
@@ -164,6 +165,7 @@ def test_mooncake_shares_what_the_trace_shared(write: Any, maker: PromptMaker) -
         ({"timestamp": float("inf")}, "timestamp must be"),
         ({"timestamp": True}, "timestamp must be"),
         ({"input_length": 0}, "input_length must be"),
+        ({"input_length": 10**12}, "input_length must be a number from 1"),
         ({"output_length": 1.5}, "output_length must be"),
         ({"hash_ids": [-1]}, "hash_ids must be"),
         ({"hash_ids": 3}, "hash_ids must be"),

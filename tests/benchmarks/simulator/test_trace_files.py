@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,7 @@ def test_burstgpt_with_sessions(tmp_path: Path) -> None:
         (BURSTGPT_1 + "x,m,1,1,1,l\n", "line 6"),
         (BURSTGPT_1 + "inf,m,1,1,1,l\n", "line 6: the time must be finite"),
         (BURSTGPT_1 + f"200,m,{10**15},1,1,l\n", "line 6: .* the numbers at most"),
+        (BURSTGPT_1 + f"200,m,{'9' * 200_000},1,1,l\n", "cannot read .*trace.csv: field larger than"),
     ],
 )
 def test_another_csv_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -117,3 +119,13 @@ def test_equal_blocks_beyond_the_prompt_take_no_memory(tmp_path: Path) -> None:
     path = write(tmp_path / "trace", [{**MOONCAKE[0], "input_length": 5, "hash_ids": [1] * 100_000}])
     (found,) = mooncake(path, 32_000, seed=0)
     assert found.prompt_ids.tolist() == tokens_of(1, 5, 32_000, seed=0).tolist()
+
+
+@pytest.mark.parametrize("read", [mooncake, burstgpt])
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, read: Callable[[Path, int, int], Iterator[object]]) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(b"\xb0\n")
+    with pytest.raises(ValueError, match=r"cannot read .*/trace: 'utf-8' codec"):
+        list(read(path, 32_000, 0))
+    with pytest.raises(ValueError, match=r"cannot read .*/missing: .*No such file"):
+        list(read(tmp_path / "missing", 32_000, 0))
