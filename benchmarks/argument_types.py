@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+from collections.abc import Collection
 from pathlib import Path
 
 from .metrics import SLO_NAMES
@@ -11,7 +13,7 @@ from .offline_workloads import Span
 
 
 def positive(text: str) -> int:
-    if (value := int(text)) < 1:
+    if (value := _integer(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
 
@@ -39,35 +41,48 @@ def check_file(flag: str, path: str | Path | None) -> None:
 
     An empty path, or None, is not checked.
     """
-    if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+    if not path:
+        return
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"{flag} must name a file in a folder that exists, got {str(path)!r}")
+    if not os.access(path if Path(path).exists() else Path(path).parent, os.W_OK):
+        raise ValueError(f"{flag} must name a file that can be written, got {str(path)!r}")
+
+
+def names(flag: str, given: str, known: Collection[str]) -> list[str]:
+    """The names of a list with commas. Raises ValueError."""
+    found = given.split(",")
+    for name in found:
+        if name not in known:
+            raise ValueError(f"{flag}: {name!r} is none of {', '.join(known)}")
+    return found
 
 
 def not_negative_int(text: str) -> int:
-    if (value := int(text)) < 0:
+    if (value := _integer(text)) < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
     return value
 
 
 def above_zero(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
+    if not 0 < (value := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
     return value
 
 
 def rate(text: str) -> float:
     """Of arrivals; inf: all at once."""
-    return math.inf if float(text) == math.inf else above_zero(text)
+    return math.inf if _number(text) == math.inf else above_zero(text)
 
 
 def not_negative(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
+    if not 0 <= (value := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be finite and not negative, got {text}")
     return value
 
 
 def ratio(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
+    if not 0 <= (value := _number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"must be in [0, 1], got {text}")
     return value
 
@@ -77,3 +92,17 @@ def slo(text: str) -> tuple[str, float]:
     if not sign or name not in SLO_NAMES:
         raise argparse.ArgumentTypeError(f"must be NAME:MS with NAME of {', '.join(SLO_NAMES)}, got {text!r}")
     return name, above_zero(limit)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None

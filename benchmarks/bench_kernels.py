@@ -21,6 +21,7 @@ import torch
 from ..model_executor.runner.settings import resolve_device
 from ..srt.env import triton_interpreted
 from ..srt.model_files.model_name import model_name
+from .argument_types import names
 from .attention_cases import Heads, decode_cases, extend_cases
 from .ceilings import measure_ceilings
 from .kernel_case import Case, CaseMaker
@@ -57,10 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns the exit code: 1 when a kernel is wrong or fails."""
     parser = _parser()
     args = parser.parse_args(argv)
-    only = args.only.split(",")
-    if not set(only) <= set(_GROUPS):
-        parser.error(f"--only must name groups of {', '.join(_GROUPS)}, got {args.only}")
     try:
+        only = names("--only", args.only, _GROUPS)
         device = resolve_device(args.device)
     except ValueError as error:
         parser.error(str(error))

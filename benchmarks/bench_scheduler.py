@@ -18,7 +18,7 @@ import itertools
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ..srt.model_files.model_config import ModelConfig
 from ..srt.schedule_record import Recording
 from ..srt.server_args import ServerArgs
 from ..srt.settings.checks import RETENTION_SETTINGS
+from .argument_types import names
 from .results import Result, finish
 from .simulator.arguments import engine_of, parse, replayed_args, traffic_of
 from .simulator.comparison import compare
@@ -80,13 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         goodput_slos_ms=options.goodput,
         runs={policy: run.values() for policy, run in runs.items()},
     )
-    if options.save_cost is not None:
-        save_profile(case.profile, options.save_cost)
     if options.plot is not None:
         sys.stdout.write("\n" + terminal_plots(runs, shutil.get_terminal_size().columns))
-    if options.plot:
-        save_png(Path(options.plot), _traffic_text(options), runs)
     finish(result, options)
+    try:
+        if options.save_cost is not None:
+            save_profile(case.profile, options.save_cost)
+        if options.plot:
+            save_png(Path(options.plot), _traffic_text(options), runs)
+    except OSError as error:
+        parser.exit(1, f"{program}: {error}\n")
     all_stats = [run.statistics for run in runs.values()]
     return 0 if all(stats.num_completed or stats.num_aborted for stats in all_stats) else 1
 
@@ -101,10 +105,10 @@ def _replayed(options: argparse.Namespace, result: Result) -> Case:
 
 
 def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
-    policies: list[Any] = _names("--policies", options.policies or case.server_args.schedule_policy, POLICIES)
-    planners = _names("--planners", options.planners, PLANNERS)
+    policies: list[Any] = names("--policies", options.policies or case.server_args.schedule_policy, POLICIES)
+    planners = names("--planners", options.planners, PLANNERS)
     default_eviction = case.server_args.radix_eviction_policy
-    evictions: list[Any] = _names("--eviction-policies", options.eviction_policies or default_eviction, EVICT_POLICIES)
+    evictions: list[Any] = names("--eviction-policies", options.eviction_policies or default_eviction, EVICT_POLICIES)
     slos_s = {name: limit_ms / 1000 for name, limit_ms in options.goodput.items()}
     runs = {}
     for policy, planner, eviction in itertools.product(policies, planners, evictions):
@@ -131,15 +135,6 @@ def _with_policies(args: ServerArgs, policy: Any, eviction: Any) -> ServerArgs:
     ignored += () if eviction == "value" else RETENTION_SETTINGS
     defaults = {name: getattr(ServerArgs, name) for name in ignored}
     return dataclasses.replace(args, schedule_policy=policy, radix_eviction_policy=eviction, **defaults)
-
-
-def _names(flag: str, given: str, known: Collection[str]) -> list[str]:
-    """The names of a list with commas. Raises ValueError."""
-    names = given.split(",")
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{flag}: {name!r} is none of {', '.join(known)}")
-    return names
 
 
 def _traffic_text(options: argparse.Namespace) -> str:

@@ -55,12 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = {**_settings(options, run), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
         result.update(server_info=run.server_info, **provenance(_command(options, argv)))
         sys.stdout.write(table(result))
+        _plot_in_terminal(options, run.measured)
+        sys.stdout.write(json_line(result))
+        # Files come last: if one cannot be written, the result has been printed.
         if options.output_file is not None:
             details = _details(run) if options.output_details else {}
             with options.output_file.open("a", encoding="utf-8") as file:
                 file.write(json_line({**result, **details}))
-        _plot(options, run.measured)
-        sys.stdout.write(json_line(result))
+        if options.plot and run.measured.figures["completed"]:
+            title = options.tag or f"{options.backend}, {options.dataset_name}, {len(run.requests)} requests"
+            plots.save_png(Path(options.plot), title, run.measured.latencies, run.measured.timeline)
     except (BenchError, HttpError, ValueError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 1
@@ -222,7 +226,8 @@ def _tokenizer(options: argparse.Namespace, server: _Server) -> Tokenizer:
     try:
         return load_tokenizer(place)
     except ValueError as error:
-        raise BenchError(f"{error}; --tokenizer names a directory or a .gguf file") from error
+        why = error if Path(place).exists() else f"no tokenizer is called {place!r}, and there is no such path here"
+        raise BenchError(f"{why}; --tokenizer names a directory or a .gguf file") from error
 
 
 async def _warm_up(
@@ -259,7 +264,7 @@ def _command(options: argparse.Namespace, argv: Sequence[str] | None) -> list[st
 def _source_text(path: Path | None) -> str:
     if path is not None and path.suffix == ".json":
         return first_questions(path)
-    return (path or workloads.BUNDLED_TEXT).read_text(encoding="utf-8")
+    return read_text(path or workloads.BUNDLED_TEXT)
 
 
 def _settings(options: argparse.Namespace, run: _Run) -> dict[str, Any]:
@@ -314,9 +319,6 @@ def _plot_in_terminal(options: argparse.Namespace, measured: Measured) -> None:
         sys.stdout.write("\n" + plots.terminal_cdfs(measured.latencies, width))
     if options.plot is not None or options.plot_throughput:
         sys.stdout.write("\n" + plots.terminal_timeline(measured.timeline, width))
-    if options.plot:
-        title = options.tag or f"{options.backend}, {options.dataset_name}, {len(measured.output_lens)} requests"
-        plots.save_png(Path(options.plot), title, measured.latencies, measured.timeline)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 from ..srt.model_files.default_model import default_model_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.schedule_record import Recording
-from .argument_types import positive
+from .argument_types import names, not_negative_int, positive
 from .backends import BACKENDS, Output, RequestSettings
 from .http_client import HttpClient, api_key_header
 from .offline_workloads import Span
@@ -105,11 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check. Returns the exit code: 1 if a server failed, 130 if a signal interrupted it."""
     parser = _parser()
     options = parser.parse_args(argv)
-    names = options.workloads.split(",")
-    for name in names:
-        if name not in WORKLOADS:
-            parser.error(f"--workloads: {name!r} is none of {', '.join(WORKLOADS)}")
     try:
+        chosen = names("--workloads", options.workloads, WORKLOADS)
         model_path = options.model_path or default_model_settings()["model_path"]
         vocab_size = load_model_config(model_path, "auto").vocab_size
     except (OSError, ValueError) as error:
@@ -123,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )  # fmt: skip
     last: dict[str, Replay] = {}
-    for round_number, name in itertools.product(range(1, options.rounds + 1), names):
+    for round_number, name in itertools.product(range(1, options.rounds + 1), chosen):
         try:
             with ended_by_signals(), tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
                 done = run_round(WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed, last.get(name))
@@ -151,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=positive, default=1, metavar="N", help="runs of each workload, in turns (default: 1)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
+    parser.add_argument("--seed", type=not_negative_int, default=0, help="seed of the prompts (default: 0)")
     add_results_arguments(parser)
     return parser
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -149,17 +150,28 @@ def _folder(text: str) -> Path:
     nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not nearest.is_dir():
         raise argparse.ArgumentTypeError(f"{str(nearest)!r} is no folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{str(nearest)!r} cannot be written")
     return path
 
 
 def finish(result: Result, args: argparse.Namespace) -> None:
-    """Prints the tables, writes the requested files, and prints the JSON line last."""
+    """Prints the tables, writes the requested files, and prints the JSON line last.
+
+    If the files cannot be written, the program ends with a message and the exit code 1, after the JSON line.
+    """
     sys.stdout.write(result.text() + "\n")
-    if args.results is not None:
-        for path in write(result, args.results):
-            sys.stdout.write(f"written: {path}\n")
+    failure = None
+    try:
+        if args.results is not None:
+            for path in write(result, args.results):
+                sys.stdout.write(f"written: {path}\n")
+    except OSError as error:
+        failure = f"--results: {error}"
     sys.stdout.write(json_line(result.as_json()))
     sys.stdout.flush()
+    if failure is not None:
+        sys.exit(failure)
 
 
 def write(result: Result, folder: Path) -> tuple[Path, Path]:

@@ -69,7 +69,9 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--backend", choices=BACKENDS, default="tercet", help="protocol of the server (default: tercet)")
     group.add_argument("--base-url", metavar="URL", help="address of the server (default: http://HOST:PORT)")
     group.add_argument("--host", help="host of the server (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, help="port of the server (default: 30000; with vllm and vllm-chat: 8000)")
+    group.add_argument(
+        "--port", type=positive, help="port of the server (default: 30000; with vllm and vllm-chat: 8000)"
+    )
     group.add_argument("--model", help="model name in requests, and its tokenizer (default: the served model)")
     group.add_argument("--served-model-name", metavar="NAME", help="model name in requests, if it is not --model")
     group.add_argument(
@@ -98,7 +100,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 def _add_dataset_flags(group: argparse._ArgumentGroup) -> None:
     def add(flag: str, help_text: str, **kwargs: Any) -> None:
         default = DATASET_FLAGS[flag.removeprefix("--").replace("-", "_")][1]
-        shown = "" if default in (None, False) else f" (default: {default})"
+        shown = "" if default is None or default is False else f" (default: {default})"
         group.add_argument(flag, default=None, help=help_text + shown, **kwargs)
 
     group.add_argument("--dataset-name", choices=DATASETS, default="random", help="kind of requests (default: random)")
@@ -185,7 +187,7 @@ def _complete(options: argparse.Namespace) -> None:
     name = options.dataset_name
     for flag, (datasets, default) in DATASET_FLAGS.items():
         given = getattr(options, flag)
-        if given in (None, False):
+        if given is None:
             setattr(options, flag, default)
         elif name not in datasets:
             raise ValueError(

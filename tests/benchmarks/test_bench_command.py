@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["one-batch", "--batch-size", "a"], "--batch-size: must be N or A,B,... with numbers of at least 1, got 'a'"),
         (["linears", "--batch-size", "1,0"], "with numbers of at least 1, got '1,0'"),
         (["linears", "--batch-size", ""], "--batch-size must name a number"),
+        (["kernels", "--only", "decode,x"], "--only: 'x' is none of decode, extend, small, linear"),
         (["kernels", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (
             ["grammars", "--num-prompts", "5", "--num-compared", "6"],
@@ -69,6 +71,10 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["compare", "--models", "x", "--max-other-load", "nan"], "must be finite and not negative, got nan"),
         (["startup", "--port", "80"], "--port has no effect: the server listens on 127.0.0.1 and a free port"),
         (["startup", "nowhere", "--host=::1"], "--host=::1 has no effect"),
+        (["serving", "--num-prompts", "few"], "--num-prompts: must be a whole number, got 'few'"),
+        (["serving", "--request-rate", "fast"], "--request-rate: must be a number, got 'fast'"),
+        (["serving", "--goodput", "ttft:soon"], "--goodput: must be a number, got 'soon'"),
+        (["serving", "--port", "0"], "--port: must be at least 1, got 0"),
         (["serving", "--dataset-path", "nowhere.json"], "--dataset-path: nowhere.json does not exist"),
         (["scheduler", "--results", __file__], f"--results: {__file__!r} is no folder"),
         (["scheduler", "--results", f"{__file__}/new"], f"--results: {__file__!r} is no folder"),
@@ -77,6 +83,23 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
 def test_a_wrong_value_is_said_before_anything_runs(
     capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
+    with pytest.raises(SystemExit):
+        launch_server.main(["bench", *argv])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serving", "--output-file", "result"], "--output-file must name a file that can be written, got 'result'"),
+        (["scheduler", "--save-cost", "cost"], "--save-cost must name a file that can be written, got 'cost'"),
+        (["startup", "--results", "."], "--results: '.' cannot be written"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(SystemExit):
         launch_server.main(["bench", *argv])
     assert message in capsys.readouterr().err

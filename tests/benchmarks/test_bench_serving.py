@@ -272,11 +272,14 @@ def test_a_progress_bar(site: LiveSite, bench: Bench) -> None:
     assert re.search(r"100%.*6/6", bench.err)
 
 
-def test_a_file_that_cannot_be_written_does_not_lose_the_table(site: LiveSite, bench: Bench) -> None:
+def test_a_file_that_cannot_be_written_does_not_lose_the_result(site: LiveSite, bench: Bench) -> None:
     common = ["--base-url", site.url, "--tokenizer", bench.tokenizer, *SMALL]
     assert main([*common, "--output-file", "/dev/full"]) == 1
     bench.read()
     assert "Successful requests:" in bench.out and "No space left" in bench.err
+    assert json.loads(bench.out.splitlines()[-1])["completed"] == 6
+    unreadable = bench.fails(site.url, "--dataset-path", sys.executable)
+    assert f"cannot read {sys.executable}: 'utf-8' codec" in unreadable
 
 
 def test_it_loads_no_torch_and_no_transformers(site: LiveSite, tokenizer_dir: str) -> None:

@@ -53,6 +53,15 @@ def test_files_are_called_after_date_hardware_and_name(tmp_path: Path, capsys: p
         assert part in text
 
 
+def test_a_result_is_shown_even_if_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")  # in place of a folder that has become unusable since the start
+    with pytest.raises(SystemExit) as caught:
+        finish(made(), argparse.Namespace(results=tmp_path / "file"))
+    assert isinstance(caught.value.code, str), "a message, and the exit code 1"
+    assert caught.value.code.startswith("--results: ") and str(tmp_path / "file") in caught.value.code
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["benchmark"] == "some-model-1.5b"
+
+
 def test_a_second_run_of_a_day_does_not_replace_the_first(tmp_path: Path) -> None:
     written = []
     for seed in range(3):

@@ -34,6 +34,12 @@ def test_the_tokenizer_is_the_servers_unless_one_is_named(bench: Bench, tokenize
         (tmp_path / "tokenizer.json").write_text("{}")
         assert main([*common, "--tokenizer", str(tmp_path)]) == 1
         assert "--tokenizer names a directory" in bench.read()
+        missing = str(tmp_path / "missing")
+        assert main([*common, "--tokenizer", missing]) == 1
+        assert bench.read().endswith(
+            f"no tokenizer is called {missing!r}, and there is no such path here; --tokenizer names a directory or a "
+            ".gguf file\n"
+        )
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,10 @@ def test_the_tokenizer_is_the_servers_unless_one_is_named(bench: Bench, tokenize
         (
             ["--dataset-name", "custom", "--dataset-path", "x", "--random-input-len", "5"],
             "--random-input-len is allowed",
+        ),
+        (
+            ["--dataset-name", "custom", "--dataset-path", "x", "--random-range-ratio", "0"],
+            "--random-range-ratio is allowed only with datasets random, random-ids, got custom",
         ),
         (["--gsp-ordered"], "--gsp-ordered is allowed only with datasets generated-shared-prefix, got random"),
         (["--sharegpt-output-len", "3"], "is allowed only with datasets sharegpt, custom"),

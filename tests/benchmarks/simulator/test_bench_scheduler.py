@@ -98,6 +98,14 @@ def test_what_has_no_meaning_is_refused(argv: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_does_not_lose_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_scheduler.main([*SMALL, "--save-cost", "/dev/full"])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 1 and "No space left" in err
+    assert json.loads(out.splitlines()[-1])["runs"]["lpm"]["completed"] == 30
+
+
 def test_a_file_of_settings_that_are_not_simulated_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
