@@ -43,7 +43,7 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.step_journal import open_journal
 from ..srt.text.tokenizer import load_tokenizer
-from .argument_types import lengths, positive
+from .argument_types import lengths, names, positive
 from .engine_args import add_engine_arguments
 from .metrics_cpu import metrics_ms
 from .offline_workloads import Span
@@ -102,14 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = "python -m tercet.benchmarks.bench_scheduler_cpu"
     parser = _parser(program)
     options = parser.parse_args(argv)
-    names = options.cases.split(",")
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        parser.error(f"--cases: {unknown[0]!r} is none of {', '.join(CASES)}")
     try:
         profile = load_profile(options.cost)
         result = Result("scheduler-cpu", "Processor time of the scheduler", program, argv, None)
-        for name in names:
+        for name in names("--cases", options.cases, CASES):
             server_args, config = _engine(parser, options, profile, CASES[name])
             turns = _run(CASES[name], server_args, config, profile, options)
             result.values[name] = _report(result, name, turns, profile)
@@ -161,8 +157,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 def _engine(
     parser: argparse.ArgumentParser, given: argparse.Namespace, profile: DeviceProfile, case: Case
 ) -> tuple[ServerArgs, ModelConfig]:
-    """The settings of the scheduler. By default all requests fit into the KV pool at once. If requests shall wait,
-    there are twice as many rows, and memory for about `--num-running` of average length."""
+    """The settings of the scheduler. By default, the KV pool has room for all requests. If requests shall wait, it has
+    room for about `--num-running` of average length, and there are twice as many rows. Raises ValueError."""
     options = argparse.Namespace(**vars(given))
     installed = find_default_model()
     if not hasattr(options, "model_path") and options.config is None and installed is not None:
@@ -173,7 +169,12 @@ def _engine(
         lens = (options.input_len, options.output_len)
         each = sum(span.low + span.high for span in lens) // 2 if case.num_waiting else sum(span.high for span in lens)
         options.max_total_tokens = options.num_running * (each + 64)
-    return engine_of(parser, options, profile)
+    server_args, config = engine_of(parser, options, profile)
+    longest = options.input_len.high + options.output_len.high
+    room = min(server_args.context_length or longest, server_args.max_total_tokens or longest)
+    if longest > room:  # the scheduler would refuse it, and perhaps no step would ever run
+        raise ValueError(f"--input-len and --output-len allow {longest} tokens, but a request has room for {room}")
+    return server_args, config
 
 
 def _run(

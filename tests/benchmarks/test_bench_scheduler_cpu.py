@@ -73,8 +73,16 @@ def test_every_case_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert observed["observability_share"] == observed["observe_share"] + observed["metrics_share"] != 0
 
 
+@pytest.mark.timeout(60)  # with requests that the scheduler refuses, it would never end
 @pytest.mark.parametrize(
-    ("argv", "message"), [(["--cases", "plain,x"], "'x' is none of plain"), (["--cost", "x"], "--cost")]
+    ("argv", "message"),
+    [
+        (["--cases", "plain,x"], "'x' is none of plain"),
+        (["--cost", "x"], "--cost"),
+        (["--input-len", "9000"], "allow 9009 tokens, but a request has room for 8192"),
+        (["--output-len", "9000"], "allow 9040 tokens, but a request has room for 8192"),
+        (["--input-len", "500", "--max-total-tokens", "256"], "allow 509 tokens, but a request has room for 256"),
+    ],
 )
 def test_wrong_flags_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
