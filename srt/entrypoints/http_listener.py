@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import socket
@@ -55,7 +56,10 @@ def bind_group(host: str, port: int, num_listeners: int) -> list[socket.socket]:
 
 
 def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:  # for example an empty part, as in 127.0.0..1
+        raise OSError(errno.EINVAL, "this is neither an address nor a host name") from None
     family, kind, proto, _, address = found[0]
     listener = socket.socket(family, kind, proto)
     try:

@@ -193,6 +193,14 @@ def test_a_port_in_use_is_one_clear_line_before_any_model(run_dirs: Path) -> Non
     assert f"Cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port" in server.log
 
 
+@pytest.mark.parametrize("host", ["127.0.0..1", "a" * 64])
+def test_a_host_that_cannot_be_a_name_is_one_clear_line(run_dirs: Path, host: str) -> None:
+    with ServerProcess(run_dirs, ["--model-path", "/nowhere", "--host", host]) as server:
+        assert server.exit_code() == 1
+    assert len(server.lines) == 1
+    assert f"Cannot listen on {host}:30000: this is neither an address nor a host name" in server.log
+
+
 def test_two_servers_on_one_host_never_meet(run_dirs: Path, flags: list[str]) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(ServerProcess(run_dirs, flags)) for _ in range(2)]
