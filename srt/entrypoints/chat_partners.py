@@ -5,10 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from .engine import Engine
 from .wire import shown
@@ -80,10 +80,7 @@ class ServerChat:
 
     def __init__(self, base_url: str, api_key: str | None, *, connect_timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
         """Asks the server for its model. Raises ValueError for an invalid URL, ChatError when no server answers."""
-        url = urlsplit(base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"--base-url must be like http://127.0.0.1:30000, got {base_url!r}")
-        self._url = url
+        self._url = url = _parsed(base_url)
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self._base_url = base_url
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -145,6 +142,16 @@ def find_server(base_url: str, api_key: str | None) -> ServerChat | None:
         if isinstance(error.__cause__, OSError):
             return None
         raise
+
+
+def _parsed(base_url: str) -> SplitResult:
+    with suppress(ValueError, http.client.InvalidURL):
+        url = urlsplit(base_url)
+        if url.scheme in ("http", "https") and url.hostname:
+            url.hostname.encode("idna")  # as the look-up of the name does
+            http.client.HTTPConnection(url.hostname, url.port)  # checks both, and does not connect yet
+            return url
+    raise ValueError(f"--base-url must be like http://127.0.0.1:30000, got {base_url!r}")
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:

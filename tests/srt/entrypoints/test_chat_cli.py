@@ -101,3 +101,9 @@ def test_an_answer_that_is_cut_or_no_chat_is_an_error_and_does_not_end_the_conve
 def test_other_servers_write_null_for_what_an_event_lacks() -> None:
     nulls = b'data: {"choices": null, "error": null}\n\ndata: {"choices": [{"delta": null}]}\n\n'
     assert answered(b"200 OK", nulls + HELLO + DONE) == "Hello"
+
+
+@pytest.mark.parametrize("url", ["http://a b", "http://127.0.0..1:30000", "http://[::1", "http://127.0.0.1:99999", "x"])
+def test_a_url_that_cannot_be_one_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^--base-url must be like http://127.0.0.1:30000, got "):
+        ServerChat(url, None)
