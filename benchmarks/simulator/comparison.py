@@ -49,8 +49,8 @@ class Comparison:
 class _Request:
     """What the device knows of a recorded request."""
 
-    num_output_tokens: int
     recorded_ids: np.ndarray | None
+    num_output_tokens: int = UNENDED
     row: int = 0
     last_token_s: float = float("nan")
     was_admitted: bool = False
@@ -149,20 +149,33 @@ class _Comparing:
         if isinstance(message, Flush):
             return FlushCacheReq(0)
         if isinstance(message, Retain):
-            arrival, answer = self._arrivals[message.number], self._replay.script.ends[message.number]
-            ids = np.concatenate([self._replay.recording.ids(arrival.ids), self._replay.recording.ids(answer.ids)])
+            arrival, (output_ids, _) = self._arrivals[message.number], self._output(message.number)
+            assert output_ids is not None
+            ids = np.concatenate([self._replay.recording.ids(arrival.ids), output_ids])
             return RetainReq(str(message.number), ids.tobytes(), _options(arrival, None), message.seconds)
         if isinstance(message, Abort):
             return AbortReq(None if message.number is None else str(message.number))
         self._arrivals[message.number] = message
-        end = self._replay.script.ends.get(message.number)
-        output_ids = None if end is None else self._replay.recording.ids(end.ids)
-        stops = end is not None and isinstance(end.finish, StopFinish)
-        num_output = len(output_ids) if output_ids is not None and stops else UNENDED
-        self._requests[message.number] = _Request(num_output, output_ids)
+        output_ids, stop_id = self._output(message.number)
+        self._requests[message.number] = _Request(output_ids)
         prompt_ids = self._replay.recording.ids(message.ids)
-        options = _options(message, self._eos_id if stops else None)
-        return GenerateReq(str(message.number), prompt_ids.tobytes(), options, message.resumed)
+        return GenerateReq(str(message.number), prompt_ids.tobytes(), _options(message, stop_id), message.resumed)
+
+    def _output(self, number: int) -> tuple[np.ndarray | None, int | None]:
+        """The output of a request, and the token that stops it.
+
+        With overlap, the cache gets the last token, too. So that one stops the request. If an earlier one is the same,
+        a token that is not in the vocabulary stands for the last one.
+        """
+        end = self._replay.script.ends.get(number)
+        if end is None:
+            return None, None
+        ids = self._replay.recording.ids(end.ids)
+        if not isinstance(end.finish, StopFinish):
+            return ids, None
+        if ids[-1] in ids[:-1]:
+            ids = np.append(ids[:-1], np.int32(self._eos_id))
+        return ids, int(ids[-1])
 
     # The outbox
 

@@ -75,6 +75,15 @@ def test_tool_calls_are_recorded_and_repeated(tmp_path: Path) -> None:
     max_itl_ms=st.sampled_from(["auto", "none", 300.0]),
     share_of_tool_calls=st.sampled_from([0.0, 0.5]),
 )
+@example(  # the cache has the token that stopped a request, and retains it
+    seed=1370,
+    page_size=1,
+    is_asynchronous=True,
+    policy="lof",
+    enable_mixed_chunk=False,
+    max_itl_ms="none",
+    share_of_tool_calls=0.5,
+)
 @example(  # in one turn, two retentions begin
     seed=1100,
     page_size=1,
