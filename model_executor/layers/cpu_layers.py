@@ -123,8 +123,13 @@ class CpuRotary:
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
-        table = torch.from_numpy(zeroed(context_len * head_dim * 4)).view(torch.float32).view(context_len, head_dim)
-        self._rotations = RotationTable(rope, table)
+        try:
+            memory = zeroed(context_len * head_dim * 4)
+        except OSError as error:  # as for the KV pool (runner/load.py)
+            raise ValueError(
+                f"no memory for the angles of --context-length {context_len} positions ({error.strerror}); lower it"
+            ) from None
+        self._rotations = RotationTable(rope, torch.from_numpy(memory).view(torch.float32).view(context_len, head_dim))
 
     def cover(self, num_positions: int) -> None:
         """Fill the table for sequences of up to `num_positions` tokens. Called before each step."""

@@ -93,11 +93,9 @@ def _needs_device_memory() -> Iterator[None]:
 
 def _table(settings: RunnerSettings) -> SlotTable:
     rows, context_len = settings.max_running_requests, settings.context_len
-    # On a GPU, other RuntimeErrors are not about memory.
-    no_memory = RuntimeError if settings.device.type == "cpu" else torch.OutOfMemoryError
     try:
         return SlotTable(rows, context_len, settings.device)
-    except no_memory as error:
+    except (MemoryError, torch.OutOfMemoryError) as error:
         raise ValueError(
             f"no memory for a table of --max-running-requests {rows} times --context-length {context_len} positions; "
             "lower one of them"

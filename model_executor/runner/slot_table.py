@@ -15,8 +15,12 @@ class SlotTable:
     """The table of slots. `tensor`: int32 [num_rows + 1, context_len]. Positions beyond a request hold old numbers."""
 
     def __init__(self, num_rows: int, context_len: int, device: torch.device) -> None:
-        # On a CPU torch.zeros takes memory only where it is written: an unused row costs none.
-        self.tensor = torch.zeros((num_rows + 1, context_len), dtype=torch.int32, device=device)
+        shape = num_rows + 1, context_len
+        if device.type == "cpu":
+            # np.zeros takes memory only where it is written: an unused row costs none. torch.zeros writes all.
+            self.tensor = torch.from_numpy(np.zeros(shape, np.int32))
+        else:
+            self.tensor = torch.zeros(shape, dtype=torch.int32, device=device)
         self._flat = self.tensor.view(-1)
         self._context_len = context_len
 

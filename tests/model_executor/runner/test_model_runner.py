@@ -158,7 +158,7 @@ def test_triton_without_a_gpu_is_refused_before_a_request_comes():
 
 def test_a_table_that_does_not_fit_names_the_flags(monkeypatch):
     def no_memory(*_):
-        raise RuntimeError("can't allocate memory")
+        raise MemoryError("Unable to allocate 1.00 TiB")
 
     monkeypatch.setattr(load, "SlotTable", no_memory)
     with pytest.raises(ValueError, match="--max-running-requests 3 times --context-length"):

@@ -1,14 +1,21 @@
-"""A GPU server that lacks memory says so in one message, and before it loads the weights if it can."""
+"""A server that lacks memory says so in one message, and before it loads the weights if it can."""
 
 from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator, use_fake
 from toy_runner import make_toy_runner
 
+from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner import load
+from tercet.model_executor.runner.slot_table import SlotTable
 
 TIERS = {"enable_hierarchical_cache": True, "hicache_size": 0.01}
 
@@ -57,3 +64,27 @@ def test_memory_that_cannot_be_page_locked_names_the_flag(monkeypatch: pytest.Mo
     use_fake(monkeypatch, accelerator)
     with pytest.raises(ValueError, match=r"--hicache-size 0\.01 is too much .* 10 MiB of host memory cannot be"):
         make_toy_runner(max_total_tokens=64, **TIERS)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_rows_of_the_table_that_no_request_uses_take_no_memory_on_a_cpu() -> None:
+    before = resident_bytes()
+    table = SlotTable(256, 250_000, torch.device("cpu"))
+    table.write(torch.arange(100), torch.ones(100, dtype=torch.int32))
+    assert resident_bytes() - before < table.tensor.nbytes // 4
+    assert table.tensor[0, :101].sum() == 100 and table.tensor.dtype == torch.int32
+
+
+@pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu")
+def test_angles_that_do_not_fit_name_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tercet.model_executor.layers import cpu_layers  # needs the compiled operations
+
+    def full(num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(cpu_layers, "zeroed", full)
+    with pytest.raises(ValueError, match=r"no memory for the angles of --context-length \d+ positions \(Cannot alloc"):
+        make_toy_runner(attention_backend="cpu")
