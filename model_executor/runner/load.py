@@ -40,7 +40,7 @@ from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
 from .slot_table import SlotTable
-from .step_memory import activation_bytes, gather_bytes, rotation_bytes
+from .step_memory import activation_bytes, rotation_bytes, torch_attention_bytes
 from .warmup import all_allowed, warmup_steps
 from .weight_update import BuiltModel, WeightUpdater
 
@@ -212,14 +212,7 @@ class _RunnerBuilder:
         if settings.attention_backend == "cpu":
             reserve += rotation_bytes(config, longest)
         if settings.attention_backend == "torch":
-            reserve += gather_bytes(
-                config,
-                settings.dtype,
-                tokens=settings.max_prefill_tokens,
-                chunk=min(settings.chunked_prefill_size, settings.max_prefill_tokens),
-                rows=num_rows,
-                longest=longest,
-            )
+            reserve += torch_attention_bytes(settings, config, longest)
         return reserve
 
     def _layers(self, settings: RunnerSettings, attention_backend: str) -> LayerKinds:
@@ -331,6 +324,8 @@ class _RunnerBuilder:
             step_bytes = max(step_bytes, accelerator.peak_bytes(run))
         # A few tokens after a long prefix may take more for their attention than any of these steps.
         step_bytes += runner.attention.max_part_bytes(settings.context_len)
+        if settings.attention_backend == "torch":  # requests may be longer than those of the warm-up steps
+            step_bytes += torch_attention_bytes(settings, self.config, settings.context_len, writes_scores=True)
         reserve = step_bytes + self.sampler.max_edit_bytes
         if settings.host_kv is not None:
             reserve += device_bytes(settings.page_size * self.bytes_per_token)

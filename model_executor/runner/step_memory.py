@@ -1,6 +1,7 @@
 """The memory that a step takes on a CPU in addition to weights, K and V, computed from shapes.
 
-On a GPU it is measured (warmup.py). On a CPU the largest step would take minutes.
+On a GPU it is measured (warmup.py), and only that of torch's attention is computed, too. On a CPU the largest step
+would take minutes.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import torch
 from ...srt.model_files.model_config import ModelConfig
 from ..attention.torch_backend import gathered_tokens
 from ..layers.quantized_weight import GROUP
+from .settings import RunnerSettings
 
 _FLOAT_BYTES = 4
 _SLOT_BYTES = 8 + 1
 """An index of a slot, and its place in a mask."""
 _PLANNING_BYTES = 8 + 8 + 4
 """Per token of a rectangle while its slots are looked up: columns, positions, slots of 32 bits."""
+_SCORE_BYTES = 3 * _FLOAT_BYTES
+"""Per query head and pair of positions: scores, probabilities and the mask as numbers."""
 _SCRATCH_BYTES_OF_GROUP = 2 * GROUP + 12
 """Bytes per group of activations quantized to 8 bits (csrc/cpu/quantized.h): values of at most 2 bytes, and 12 more."""
 
@@ -64,6 +68,26 @@ def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk:
     slots_and_masks = num_windows * (rows * longest * _SLOT_BYTES + min(tokens, rows * chunk) * longest)
     # torch converts the mask of a chunk to the type of the scores; making the mask takes two more of bytes.
     return gathered + slots_and_masks + chunk * longest * (dtype.itemsize + 2)
+
+
+def torch_attention_bytes(
+    settings: RunnerSettings, config: ModelConfig, longest: int, *, writes_scores: bool = False
+) -> int:
+    """An upper bound in bytes of what the torch attention backend takes in a step, besides its inputs and outputs.
+
+    `longest`: most tokens that a request attends to. `writes_scores`: whether torch writes the scores of a chunk. It
+    does not on a CPU. On a GPU it may: not each of its kernels has both a mask and shared KV heads.
+    """
+    chunk = min(settings.chunked_prefill_size, settings.max_prefill_tokens, longest)
+    gathered = gather_bytes(
+        config,
+        settings.dtype,
+        tokens=settings.max_prefill_tokens,
+        chunk=chunk,
+        rows=settings.max_running_requests,
+        longest=longest,
+    )
+    return gathered + (chunk * longest * config.num_heads * _SCORE_BYTES if writes_scores else 0)
 
 
 def rotation_bytes(config: ModelConfig, num_positions: int) -> int:

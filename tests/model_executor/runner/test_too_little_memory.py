@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import mmap
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator, use_fake
-from toy_runner import make_toy_runner
+from toy_runner import TOY, make_toy_runner
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
@@ -64,6 +65,18 @@ def test_memory_that_cannot_be_page_locked_names_the_flag(monkeypatch: pytest.Mo
     use_fake(monkeypatch, accelerator)
     with pytest.raises(ValueError, match=r"--hicache-size 0\.01 is too much .* 10 MiB of host memory cannot be"):
         make_toy_runner(max_total_tokens=64, **TIERS)
+
+
+def test_torch_attention_of_a_long_prompt_that_does_not_fit_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may write the scores of a chunk. The warm-up steps attend to 4,096 tokens at most."""
+    config = dataclasses.replace(TOY, context_len=1 << 16)
+    use_fake(monkeypatch, FakeAccelerator(memory=Memory(total=1 << 34, available=1 << 30)))
+    limits = {"attention_backend": "torch", "max_running_requests": 1, "page_size": 1, "max_total_tokens": None}
+    with pytest.raises(ValueError, match=r"steps need 3\.\d+ GiB.* lower --max-prefill-tokens"):
+        make_toy_runner(config, chunked_prefill_size=1024, max_prefill_tokens=1024, **limits)
+    assert make_toy_runner(config, chunked_prefill_size=64, max_prefill_tokens=1024, **limits).max_total_num_tokens
 
 
 def resident_bytes() -> int:
