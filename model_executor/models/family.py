@@ -1,7 +1,7 @@
 """The interface of model families: one object holds all that the execution layer needs to know about a family.
 
-srt/model_files/model_config.py reads a family's config.json. Its `Family.implementation` names the module of this
-folder whose `FAMILY` is the object.
+srt/model_files/families.py says how a family's config.json is read. Its `Family.implementation` names the module of
+this folder whose `FAMILY` is the object.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ...srt.model_files.model_config import FAMILIES, ModelConfig
+from ...srt.model_files.families import FAMILIES
+from ...srt.model_files.model_config import ModelConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.decode_start import StartDecode

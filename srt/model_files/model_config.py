@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from ..errors import ModelNotSupported
+from .families import FAMILIES, GGUF_ARCHITECTURES, SlidingWindows, not_in_families
 from .files import read_json_object
 from .fp8_config import Fp8Config, read_fp8_config
 from .generation_defaults import GGUF_KEYS, HF_KEYS, GenerationDefaults, read_generation_defaults
@@ -23,7 +23,6 @@ from .rope_config import RopeConfig, rope_from_gguf, rope_from_hf
 from .settings import Settings, quote
 
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
-SlidingWindows: TypeAlias = tuple[int | None, ...]
 _SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "context_len",
@@ -73,7 +72,7 @@ class ModelConfig:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         where = f"{self.model_path}: " if self.model_path else ""
         if self.architecture not in FAMILIES:
-            raise ModelNotSupported(f"{where}{_not_in_families(self.architecture)}")
+            raise ModelNotSupported(f"{where}{not_in_families(self.architecture)}")
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{where}{name} must be at least 1, got {getattr(self, name)}")
@@ -95,80 +94,6 @@ class ModelConfig:
     @property
     def model_type(self) -> str:
         return FAMILIES[self.architecture].model_type
-
-
-def _no_window(config: Settings, num_layers: int) -> SlidingWindows:
-    if config.get("sliding_window") is not None:
-        raise config.unsupported(
-            "sliding_window in a Llama config is not supported, because engines interpret it differently"
-        )
-    return (None,) * num_layers
-
-
-def _window_everywhere(config: Settings, num_layers: int) -> SlidingWindows:
-    if config.get("layer_types") is not None:
-        raise config.unsupported("layer_types in a Mistral config is not supported: all its layers share one window")
-    return (_window(config),) * num_layers
-
-
-def _window(config: Settings) -> int | None:
-    # 4096 is the default of the families with windows. null means no window.
-    has_none = "sliding_window" in config and config.get("sliding_window") is None
-    return None if has_none else config.integer("sliding_window", 4096)
-
-
-def _window_of_upper_layers(config: Settings, num_layers: int) -> SlidingWindows:
-    window = _window(config) if config.flag("use_sliding_window") else None
-    types = config.texts("layer_types")
-    if types is None:
-        first = config.integer("max_window_layers", 28, minimum=0)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    known = {"sliding_attention": window, "full_attention": None}
-    if len(types) != num_layers or not set(types) <= set(known):
-        raise config.unsupported(
-            f"layer_types must name {' or '.join(known)} for each of {num_layers} layers, got {quote(types)}"
-        )
-    return tuple(known[kind] for kind in types)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The differences of an architecture from plain Llama.
-
-    `*_bias`: whether the layer always has a bias; None: a key of config.json says so.
-    """
-
-    model_type: str
-    implementation: str
-    """the module of model_executor/models that implements the family"""
-    sliding_windows: Callable[[Settings, int], SlidingWindows]
-    qkv_bias: bool | None = False
-    o_bias: bool | None = False
-    mlp_bias: bool | None = False
-    qk_norm: bool = False
-    default_head_dim: int | None = None
-    """None: hidden_size / num_heads"""
-    default_num_kv_heads: int | None = None
-    """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
-
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", "decoder", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere, default_num_kv_heads=8),
-    "Qwen2ForCausalLM": Family("qwen2", "decoder", _window_of_upper_layers, qkv_bias=True, default_num_kv_heads=32),
-    "Qwen3ForCausalLM": Family(
-        "qwen3",
-        "decoder",
-        _window_of_upper_layers,
-        qkv_bias=None,
-        o_bias=None,
-        qk_norm=True,
-        default_head_dim=128,
-        default_num_kv_heads=32,
-    ),
-}
-# GGUF files call Mistral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp ignores it, too.
-_GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def load_model_config(model_path: str | os.PathLike[str], load_format: LoadFormat = "auto") -> ModelConfig:
@@ -287,14 +212,10 @@ def _hf_architecture(config: Settings) -> str:
         raise config.unsupported("neither architectures nor model_type is given, so it is no config of a model")
     name = names[0] if names else str(model_type)
     if name not in FAMILIES:
-        raise config.unsupported(_not_in_families(name))
+        raise config.unsupported(not_in_families(name))
     if model_type is not None and model_type != FAMILIES[name].model_type:
         raise config.unsupported(f"model_type {model_type!r} with architecture {name!r} is not supported")
     return name
-
-
-def _not_in_families(architecture: str) -> str:
-    return f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
 
 
 # The `{architecture}.*` keys that a GGUF file may have. Others are refused, because nearly all change the computation.
@@ -312,9 +233,9 @@ _GGUF_POOLINGS = (0, 3)
 def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelConfig:
     metadata = Settings(file.path, file.metadata)
     arch = metadata.text("general.architecture")
-    if arch not in _GGUF_ARCHITECTURES:
+    if arch not in GGUF_ARCHITECTURES:
         raise metadata.unsupported(
-            f"GGUF architecture {arch!r} is not supported; supported: {', '.join(_GGUF_ARCHITECTURES)}"
+            f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
         )
     if (parts := metadata.integer("split.count", 0, minimum=0)) > 1:
         raise metadata.unsupported(f"the file is one of {parts} split files; merge them first")
@@ -348,7 +269,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
     rope = rope_from_gguf(config, divisors, context_len)
     special = [_gguf_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     return ModelConfig(
-        architecture=_GGUF_ARCHITECTURES[arch],
+        architecture=GGUF_ARCHITECTURES[arch],
         hidden_size=hidden_size,
         intermediate_size=config.integer("feed_forward_length"),
         num_layers=config.integer("block_count", maximum=_MAX_LAYERS),

@@ -13,7 +13,8 @@ from runner_driver import RunnerDriver, relative_error
 from tiny_models import initialised, reference_logits
 from transformers import AutoConfig
 
-from tercet.srt.model_files.model_config import FAMILIES, load_model_config
+from tercet.srt.model_files.families import FAMILIES
+from tercet.srt.model_files.model_config import load_model_config
 
 NUM_TOKENS = 40
 

@@ -19,7 +19,8 @@ from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE
 from tercet.model_executor.runner.settings import resolve_device
 from tercet.model_executor.step import ForwardMode, HiddenRange, NewRow, PromptScore, StepInputs
 from tercet.srt.logprobs import LogprobOptions
-from tercet.srt.model_files.model_config import FAMILIES, load_model_config
+from tercet.srt.model_files.families import FAMILIES
+from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.model_files.rope_config import FrequencyDivisors, RopeConfig
 from tercet.srt.sampling_params import SamplingParams
 

@@ -11,8 +11,9 @@ from tiny_models import CONFIGS, LLAMA3
 from transformers import AutoConfig
 
 from tercet.srt.errors import ModelNotSupported
+from tercet.srt.model_files.families import FAMILIES
 from tercet.srt.model_files.generation_defaults import GenerationDefaults
-from tercet.srt.model_files.model_config import FAMILIES, ModelConfig, load_model_config
+from tercet.srt.model_files.model_config import ModelConfig, load_model_config
 from tercet.srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, YarnScaling
 
 LLAMA = {

@@ -1,0 +1,90 @@
+"""The families of models: how each differs from plain Llama in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .settings import Settings, quote
+
+SlidingWindows: TypeAlias = tuple[int | None, ...]
+
+
+def _no_window(config: Settings, num_layers: int) -> SlidingWindows:
+    if config.get("sliding_window") is not None:
+        raise config.unsupported(
+            "sliding_window in a Llama config is not supported, because engines interpret it differently"
+        )
+    return (None,) * num_layers
+
+
+def _window_everywhere(config: Settings, num_layers: int) -> SlidingWindows:
+    if config.get("layer_types") is not None:
+        raise config.unsupported("layer_types in a Mistral config is not supported: all its layers share one window")
+    return (_window(config),) * num_layers
+
+
+def _window(config: Settings) -> int | None:
+    # 4096 is the default of the families with windows. null means no window.
+    has_none = "sliding_window" in config and config.get("sliding_window") is None
+    return None if has_none else config.integer("sliding_window", 4096)
+
+
+def _window_of_upper_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    window = _window(config) if config.flag("use_sliding_window") else None
+    types = config.texts("layer_types")
+    if types is None:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    known = {"sliding_attention": window, "full_attention": None}
+    if len(types) != num_layers or not set(types) <= set(known):
+        raise config.unsupported(
+            f"layer_types must name {' or '.join(known)} for each of {num_layers} layers, got {quote(types)}"
+        )
+    return tuple(known[kind] for kind in types)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The differences of an architecture from plain Llama.
+
+    `*_bias`: whether the layer always has a bias; None: a key of config.json says so.
+    """
+
+    model_type: str
+    implementation: str
+    """the module of model_executor/models that implements the family"""
+    sliding_windows: Callable[[Settings, int], SlidingWindows]
+    qkv_bias: bool | None = False
+    o_bias: bool | None = False
+    mlp_bias: bool | None = False
+    qk_norm: bool = False
+    default_head_dim: int | None = None
+    """None: hidden_size / num_heads"""
+    default_num_kv_heads: int | None = None
+    """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", "decoder", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
+    "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere, default_num_kv_heads=8),
+    "Qwen2ForCausalLM": Family("qwen2", "decoder", _window_of_upper_layers, qkv_bias=True, default_num_kv_heads=32),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        "decoder",
+        _window_of_upper_layers,
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm=True,
+        default_head_dim=128,
+        default_num_kv_heads=32,
+    ),
+}
+# GGUF files call Mistral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp ignores it, too.
+GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def not_in_families(architecture: str) -> str:
+    """The message about an architecture without a family."""
+    return f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
