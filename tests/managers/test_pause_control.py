@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fake_http import FakeScheduler, Site, error_of, make_manager
 from gated_engine import Engine
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tercet.managers.pause_control import PauseControl
+from fakes import FakeClock
+from tercet.managers import pause_control
+from tercet.managers.pause_control import PauseControl, PauseMode
 from tercet.managers.recovery import Blame
 from tercet.srt.errors import EngineRestarting
 from tercet.srt.io_struct import AbortFinish, LengthFinish
@@ -149,6 +154,40 @@ def test_streams_are_told_of_the_pause_once_the_engine_runs_again() -> None:
         assert engine.manager.stall is None
 
     asyncio.run(work())
+
+
+def test_streams_are_told_of_a_pause_when_it_has_begun() -> None:
+    async def work() -> None:
+        manager = make_manager(FakeScheduler())
+        told: list[str | None] = []
+        manager.on_stall.add(lambda: told.append(manager.stall))
+        await manager.pause.begin("in_place")
+        assert told == ["paused"]
+
+    asyncio.run(work())
+
+
+@given(st.lists(st.sampled_from(["in_place", "retract", "end", "a second"]), max_size=12))
+def test_the_time_of_waiting_requests_stands_still_only_during_a_pause(events: list[str]) -> None:
+    async def work(clock: FakeClock) -> None:
+        pause, seconds = make_manager(FakeScheduler()).pause, 0
+        start, is_on = pause.now(), False
+        for event in events:
+            if event == "a second":
+                clock.now += 1
+                seconds += not is_on
+            elif event == "end":
+                await pause.end()
+                is_on = False
+            else:
+                await pause.begin(cast(PauseMode, event))
+                is_on = True
+            assert pause.now() - start == seconds
+
+    clock = FakeClock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pause_control, "time", SimpleNamespace(monotonic=clock))
+        asyncio.run(work(clock))
 
 
 @pytest.mark.parametrize("ends", [False, True])
