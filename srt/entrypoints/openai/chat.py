@@ -210,13 +210,9 @@ def _as_template_wants(message: Message, path: str) -> dict[str, Any]:
         if message.role != "tool":
             raise InvalidRequest("tool_call_id is allowed only with role tool", param=f"{path}.tool_call_id")
         given["tool_call_id"] = message.tool_call_id
-    if message.content is not None or not message.tool_calls:
-        content = "" if message.content is None and message.role == "assistant" else message.content
-        given["content"] = _text_of(content, f"{path}.content")
-    if message.name is not None:
-        given["name"] = message.name
-    if message.reasoning_content is not None:
-        given["reasoning_content"] = message.reasoning_content
+    content = "" if message.content is None and message.role == "assistant" else message.content
+    given["content"] = _text_of(content, f"{path}.content")
+    given["name"], given["reasoning_content"] = message.name, message.reasoning_content  # the template gets no null
     return given
 
 

@@ -162,6 +162,12 @@ def test_no_delta_but_the_first_is_an_empty_text(site: Site) -> None:
     assert {"content": ""} not in others
 
 
+def test_the_first_chunk_counts_no_tokens_because_it_has_no_text(site: Site) -> None:
+    usage = {"continuous_usage_stats": True}
+    events = site.stream(PATH, {"messages": HI, "max_tokens": 5, "stream_options": usage})
+    assert events[0]["usage"]["completion_tokens"] == 0 and events[-1]["usage"]["completion_tokens"] == 5
+
+
 def test_a_stream_of_several_choices(site: Site) -> None:
     options = {"include_usage": True}
     events = site.stream(PATH, {"messages": HI, "n": 3, "max_tokens": 5, "stream_options": options})
