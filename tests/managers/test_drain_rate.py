@@ -96,9 +96,20 @@ def test_a_few_long_drains_are_kept_until_they_are_old() -> None:
     assert rate.tokens_per_s is None
 
 
-def test_a_queue_that_only_grew_has_no_rate() -> None:
+@pytest.mark.parametrize("num_tokens", [-STEADY, 0])
+def test_a_queue_that_did_not_shrink_has_no_rate(num_tokens: int) -> None:
     """A retracted request counts as more than it was, before all of its chunks are computed."""
     clock = FakeClock()
     rate = DrainRate(clock)
-    drain(rate, clock, 0, *[-STEADY] * 6)
+    drain(rate, clock, 0, *[num_tokens] * 6)
     assert rate.tokens_per_s is None
+
+
+def test_a_few_drains_are_no_rate() -> None:
+    clock = FakeClock()
+    rate = DrainRate(clock)
+    rate.add(0, others_wait=True)
+    for num_measured in range(1, 2 * queue_limits._MIN_MEASURED):
+        drain(rate, clock, STEADY)
+        expected = None if num_measured < queue_limits._MIN_MEASURED else pytest.approx(STEADY)
+        assert rate.tokens_per_s == expected
