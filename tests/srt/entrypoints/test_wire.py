@@ -157,6 +157,11 @@ class Drawing(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     shape: Annotated[Circle | Square | None, doc("One")] = None
 
 
+class Album(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    pages: Annotated[list[Drawing] | None, doc("Several")] = None
+    marks: Annotated[list[Literal["new", "old"]] | None, doc("Several")] = None
+
+
 @pytest.mark.parametrize(
     ("body", "path", "says"),
     [
@@ -168,10 +173,17 @@ class Drawing(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ],
 )
 def test_an_error_about_a_choice_lists_what_is_allowed(body: bytes, path: str, says: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        BodyCodec(Drawing).decode(body)
-    assert caught.value.message.endswith(f" {says}")
-    assert caught.value.param == path
+    for cls, given, prefix in ((Drawing, body, ""), (Album, b'{"pages": [{}, ' + body + b"]}", "pages[1].")):
+        with pytest.raises(InvalidRequest) as caught:
+            BodyCodec(cls).decode(given)
+        assert caught.value.message.endswith(f" {says}")
+        assert caught.value.param == prefix + path
+
+
+def test_an_error_about_one_of_several_choices_lists_what_is_allowed() -> None:
+    with pytest.raises(InvalidRequest, match="value 'up'; allowed: new, old") as caught:
+        BodyCodec(Album).decode(b'{"marks": ["new", "up"]}')
+    assert caught.value.param == "marks[1]"
 
 
 class Pair(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
