@@ -9,6 +9,7 @@ from scheduler_rig import Rig
 from fakes import FakeClock
 from tercet.managers import queue_limits
 from tercet.managers.queue_limits import DrainRate, QueueLimits
+from tercet.srt.errors import QueueFull
 
 STEADY = 100
 """Tokens per second."""
@@ -71,6 +72,18 @@ def test_the_rest_of_prompts_in_chunks_is_ahead_of_a_new_request() -> None:
     (in_chunks,) = rig.scheduler.queues.unfinished
     assert 0 < in_chunks.kv_len < 200
     assert limits._tokens_before(make_req([3] * 9)) == 200 - in_chunks.kv_len + 30
+
+
+def test_refused_clients_return_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one when the wait is down to the limit, each later one when those before it have left the queue."""
+    _, limits = make_limits()
+    monkeypatch.setattr(limits, "_tokens_before", lambda req: 25 * STEADY)
+    for place in range(3):
+        req = make_req([1] * STEADY)
+        req.queued_tokens = STEADY
+        with pytest.raises(QueueFull, match=r"would wait about 25\.0 s, and --max-queue-time is 10 s") as caught:
+            limits.check_wait(req)
+        assert caught.value.retry_after_s == 15 + place
 
 
 def test_tenants_whose_clients_may_return_are_forgotten() -> None:
