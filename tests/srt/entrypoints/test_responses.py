@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_http import CONTEXT_LEN, Site, text_of
+from fake_http import CONTEXT_LEN, Site, text_of, with_template
 
 from tercet.managers import generation
 from tercet.srt.entrypoints.openai.responses import _repeated
@@ -155,6 +155,16 @@ SHORT = [{"type": "summary_text", "text": "short"}]
 def test_items_become_a_prompt(site: Site, body: dict[str, Any], prompt: str) -> None:
     site.good(PATH, {**body, "max_output_tokens": 1})
     assert site.scheduler.prompt_texts() == [prompt]
+
+
+def test_only_a_message_after_reasoning_has_some(site: Site) -> None:
+    """A template may read reasoning from the content of messages that have none, as Qwen3's does."""
+    site.manager.inputs.tokenizer = with_template(
+        "{% for one in messages %}{{ 'reasoning_content' in one }} {% endfor %}"
+    )
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
+    site.good(PATH, {"input": [*said[:3], {"type": "reasoning", "summary": [], "content": "why"}, said[3]]})
+    assert site.scheduler.prompt_texts() == ["False False False True "]
 
 
 def test_two_efforts_must_be_equal(site: Site) -> None:
