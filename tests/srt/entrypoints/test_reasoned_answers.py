@@ -74,6 +74,13 @@ def test_a_response_with_a_format_has_reasoning_and_text(site: Site) -> None:
     assert output[1]["content"][0]["text"] == "{}" and span_of(site) is not None
 
 
+def test_a_response_counts_the_tokens_of_its_reasoning(site: Site) -> None:
+    site.scheduler.say("I", " think", "</think>", "Hi")  # the third token has the id UNTHINK
+    whole, last = site.good(RESPONSES, {"input": "hi"}), site.stream(RESPONSES, {"input": "hi"})[-1]["response"]
+    assert whole["usage"] == last["usage"]
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 3} and whole["usage"]["output_tokens"] == 4
+
+
 @pytest.mark.parametrize(
     "fields", [{"tool_choice": "required"}, {"tools": [{**TOOLS[0], "function": {"name": "f", "strict": True}}]}]
 )

@@ -83,6 +83,7 @@ def test_the_answer_repeats_the_request(site: Site) -> None:
     assert site.good(PATH, {"input": "hi", "text": json_object, "tool_choice": "none"})["text"] == json_object
     plain = site.good(PATH, {"input": "hi"})
     assert (plain["tools"], plain["tool_choice"], plain["reasoning"]["effort"]) == ([], "auto", None)
+    assert site.good(PATH, {"input": "hi", "tool_choice": "none"})["tool_choice"] == "none"
     assert plain["metadata"] == {}
 
 

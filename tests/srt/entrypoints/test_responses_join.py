@@ -101,3 +101,10 @@ def test_a_failure_before_any_text_is_an_event(site: Site) -> None:
     *_, failed = site.stream(PATH, {"input": "hi"})
     assert failed["type"] == "response.failed" and failed["response"]["output"] == []
     assert failed["response"]["usage"]["output_tokens"] == 1
+
+
+def test_a_failure_names_the_field_of_this_api(site: Site) -> None:
+    error = AbortFinish("response_format cannot be compiled", 400, "InvalidRequest", param="response_format")
+    site.scheduler.fail = (2, error)
+    failed = site.stream(PATH, {"input": "hi"})[-1]["response"]
+    assert failed["error"]["message"] == "text.format: text.format cannot be compiled"
