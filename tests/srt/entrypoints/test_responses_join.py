@@ -92,6 +92,8 @@ def test_the_events_make_the_answer(thinking: Site, fields: dict[str, Any], said
     assert begun["response"] == same["response"] == {**response, **unknown}
     assert without_names(response) == without_names(whole)
     assert followed(about_items) == response["output"]
+    calls = [item["call_id"] for item in whole["output"] if item["type"] == "function_call"]
+    assert all(name.startswith("call_") for name in calls) and len(set(calls)) == len(calls)
     statuses = [item["status"] for item in whole["output"]]
     assert statuses == ["completed"] * (len(statuses) - 1) + [whole["status"]]
 
