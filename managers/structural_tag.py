@@ -124,10 +124,10 @@ class _Lark:
         if kind == "regex":
             return self._add(f"/{_slashed(_text(form, 'pattern'))}/", prefix="P")
         if kind == "any_text":
-            if not is_last:
-                raise ValueError("any_text must be the last element of a sequence or the content of a tag")
             if form.get("excludes"):
                 raise ValueError("excludes of any_text must be among the ends of its tag")
+            if not is_last:
+                raise ValueError("any_text must be the last element of a sequence or the content of a tag")
             return "TEXT"
         if kind in _REPEATS:
             content = self._rule(form["content"], is_last=False, depth=depth + 1, avoid=avoid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ def xml(properties: dict[str, Any], **keywords: Any) -> dict[str, Any]:
     return {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}
 
 
+def call(arguments: dict[str, Any]) -> dict[str, Any]:
+    return tag(arguments, "<f>\n", "\n</f>")
+
+
+A, B = ({"type": "const_string", "value": text} for text in "AB")
+DEFS: dict[str, Any] = {"$defs": {"n": {"type": "integer"}}}
+
+
+def after_thought(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": [{"type": "optional", "content": THOUGHT}, form]}
+
+
 def grammar_of(form: dict[str, Any]) -> Grammar:
     given = form if "structures" in form or "format" in form else {"type": "structural_tag", "format": form}
     return compile_and_check(
@@ -59,6 +72,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (tag(NUMBER), ["<t>12</t>"], ["12", "<t>12", "<t>x</t>"]),
     (tag(TEXT), ["<t></t>", "<t>a < b </ t</t>"], ["<t>a", "<t>a</t>b"]),
     (tag(TEXT, end=""), ["<t>", "<t>any"], ["any"]),
+    (tag({"type": "regex", "pattern": "[a-z]+"}, end=""), ["<t>abc"], ["abc", "<t>", "<t>a</t>"]),
     (tag({"type": "regex", "pattern": "[a-z<]*"}), ["<t>abc</t>", "<t><<</t>"], ["<t>1</t>", "<t>a"]),
     (
         {"type": "sequence", "elements": [tag(TEXT, "<think>", "</think>"), NUMBER]},
@@ -124,6 +138,41 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["<t>1</t>"],
         ["", "<t>1</t>\n<t>2</t>"],
     ),
+    (
+        {"type": "triggered_tags", "triggers": ["<t>", "<x>"], "tags": [tag(NUMBER)]},
+        ["a <x> b <t>1</t>"],
+        ["<x><t>x"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [tag(NUMBER)], "separator": ""},
+        ["", "<t>1</t><t>2</t>"],
+        ["<t>1</t>,"],
+    ),
+    ({"type": "json_schema", "json_schema": True}, ["1", '{"a": [null]}'], ["", "a"]),
+    ({"type": "regex", "pattern": "a\nb"}, ["a\nb"], ["anb", "ab"]),
+    (tag(TEXT, end="\n."), ["<t>a\nb\n."], ["<t>a\nb\nc", "<t>an."]),
+    (after_thought({"type": "or", "elements": [A, tag(NUMBER)]}), ["A", "<t>7</t>", "so</think>A"], ["so A", "B"]),
+    (after_thought({"type": "sequence", "elements": [{"type": "star", "content": A}, B]}), ["AAB", "B"], ["A", "so B"]),
+    (after_thought({"type": "sequence", "elements": [A, B]}), ["AB", "B</think>AB"], ["B", "A</think>AB"]),
+    (after_thought(tag(A, begin="")), ["A</t>", "so[/THINK]A</t>"], ["so A</t>"]),
+    (
+        after_thought({"type": "tags_with_separator", "tags": [tag(NUMBER)], "separator": "", "at_least_one": True}),
+        ["<t>1</t>", "so</think><t>1</t>"],
+        ["so <t>1</t>"],
+    ),
+    (call(xml({})), ["<f>\n\n</f>"], ["<f>\n<parameter=a>\n1\n</parameter>\n</f>"]),
+    (
+        call(xml({"a": {"type": "string"}, "b": {"$ref": "#/$defs/n"}}, required=["b"], **DEFS)),
+        [
+            "<f>\n<parameter=b>\n1\n</parameter>\n</f>",
+            "<f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n1\n</parameter>\n</f>",
+        ],
+        [
+            "<f>\n\n</f>",
+            "<f>\n<parameter=a>\nx\n</parameter>\n</f>",
+            "<f>\n<parameter=b>\nx\n</parameter>\n</f>",
+        ],
+    ),
 ]
 
 
@@ -162,8 +211,23 @@ def test_a_special_token_in_a_tag_is_that_token() -> None:
         ({"type": "any_text", "excludes": ["x"]}, "must be among the ends"),
         ({"type": "tag", "begin": "a", "content": TEXT, "end": [1]}, "end must be a text or a list"),
         (tag(TEXT, end="a<special>"), "must be at its beginning"),
+        ({**tag(TEXT), "end": ["</t>", "a<special>"]}, "must be at its beginning"),
+        ({**tag(TEXT), "end": ["</t>", 1]}, "end must be a text or a list"),
+        ({"type": "const_string", "value": ""}, "value must be a text that is not empty"),
+        ({"type": "triggered_tags", "triggers": [5], "tags": []}, "triggers must be texts"),
+        ({"type": "tags_with_separator", "tags": [], "separator": ""}, "tags must not be empty"),
         ({"type": "any_text", "more": 1}, "unknown field 'more'"),
-        ({"type": "sequence", "elements": [TEXT, NUMBER]}, "must be the last element"),
+        (tag({"type": "any_text", "excludes": ["x"]}), "must be among the ends"),
+        ({"type": "sequence", "elements": [TEXT, NUMBER]}, "any_text must be the last element"),
+        (
+            {"type": "sequence", "elements": [{"type": "sequence", "elements": [TEXT]}, NUMBER]},
+            "any_text must be the last",
+        ),
+        ({"type": "star", "content": TEXT}, "any_text must be the last element"),
+        (
+            {"type": "sequence", "elements": [{"type": "triggered_tags", "triggers": ["<t>"], "tags": []}, NUMBER]},
+            "triggered_tags must be the last element",
+        ),
         ({"type": "triggered_tags", "triggers": ["<x>"], "tags": [tag(NUMBER)]}, "begins with none of the triggers"),
         ({"type": "triggered_tags", "triggers": [""], "tags": []}, "triggers must be texts"),
         ({"type": "tags_with_separator", "tags": [NUMBER], "separator": ""}, "must have type tag"),
@@ -185,9 +249,28 @@ def test_a_grammar_without_special_tokens_is_plain_text() -> None:
     assert "<[257]> TEXT" in lark_of(json.dumps({"format": form}), {"<special>": 257}, {})
 
 
-def test_a_deep_format_is_refused() -> None:
+def test_an_empty_special_text_marks_nothing() -> None:
+    given = json.dumps({"format": tag(TEXT)})
+    assert lark_of(given, {"": 5}, {}) == lark_of(given, {}, {})
+
+
+DEEPER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "or": lambda form: {"type": "or", "elements": [form]},
+    "sequence": lambda form: {"type": "sequence", "elements": [form]},
+    "optional": lambda form: {"type": "optional", "content": form},
+    "tag": lambda form: tag(form, end=""),
+    "separated": lambda form: {"type": "tags_with_separator", "tags": [tag(form)], "separator": ""},
+    "triggered": lambda form: {"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag(form, end="")]},
+    "repeated": lambda form: {"type": "sequence", "elements": [{"type": "star", "content": form}]},
+}
+
+
+@pytest.mark.parametrize("kind", DEEPER)
+def test_a_deep_format_is_refused(kind: str) -> None:
     form: dict[str, Any] = NUMBER
     for _ in range(100):
-        form = {"type": "or", "elements": [form]}
+        form = DEEPER[kind](form)
     with pytest.raises(InvalidRequest, match="nested at most"):
         grammar_of(form)
+    with pytest.raises(ValueError, match="nested at most"):
+        lark_of(json.dumps({"format": form}), {}, {})
