@@ -165,7 +165,7 @@ class _Bench:
                     self._on_runner(engine, graphs, batch_size, context_len)
                 with self.record_failure(f"{what}, by the scheduler"):
                     self._on_scheduler(engine, graphs, batch_size, context_len)
-        if self._args.idle_steps and engine.device.type != "cpu":
+        if self._args.batch_size and self._args.context_len and engine.device.type != "cpu":
             with self.record_failure(f"device idle time, graphs {graphs}"):
                 self._idle(engine, graphs)
 

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_models import json_of, tiny_flags
 
 from tercet.benchmarks import bench_one_batch, timing
+from tercet.benchmarks.limits import Ceilings
+from tercet.benchmarks.results import Result
 from tercet.model_executor import cpu_extension
 
 SMALL = ["--small-ceilings", "--num-steps", "2", "--rounds", "2"]
@@ -106,3 +109,14 @@ def test_a_trace_that_would_be_ignored_or_replaced_is_refused(
     ):
         with pytest.raises(ValueError, match=message):
             bench_one_batch._check_trace(argparse.Namespace(trace=file, compare_cuda_graph=compares), gpu)
+
+
+def test_without_a_decode_step_no_idle_time_is_measured() -> None:
+    args = bench_one_batch._parser().parse_args(["--batch-size", "", "--prefill-len", ""])
+    result = Result("one-batch", "One batch", "program", [], None)
+    result.ceilings = Ceilings(1e9, 1e9)
+    bench = bench_one_batch._Bench(args, result, cost=None)  # type: ignore[arg-type]  # of steps; there are none
+    settings = SimpleNamespace(attention_backend="triton", page_size=64)
+    engine = SimpleNamespace(runner=SimpleNamespace(settings=settings), device=torch.device("cuda"))
+    bench.run(engine, "on")  # type: ignore[arg-type]
+    assert result.values["failed"] == []
