@@ -140,11 +140,11 @@ def percent(share: float | None) -> str:
 
 def add_results_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--results", metavar="DIR", type=_folder, help="write the result to this folder, as .md and .json"
+        "--results", metavar="DIR", type=output_folder, help="write the result to this folder, as .md and .json"
     )
 
 
-def _folder(text: str) -> Path:
+def output_folder(text: str) -> Path:
     """A folder, or a path at which one can be made. So this is found before the run, not after it."""
     path = Path(text)
     nearest = next(place for place in (path, *path.absolute().parents) if place.exists())

@@ -26,7 +26,7 @@ from typing import Any
 import uvloop
 
 from ..argument_types import above_zero, not_negative, positive
-from ..results import Result, add_results_arguments, finish, number, percent
+from ..results import Result, add_results_arguments, finish, number, output_folder, percent
 from ..server_process import ServerFailed, run_to_end
 from .comparison import SAMPLE, Comparison, Peer, Plan
 from .engines import ENGINES, OWN_PYTHON, TERCET, find_on_path, locate
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.05,
         help="repeat a measurement, at most twice, if other processes used a larger share of the cores (default: 0.05)",
     )
-    parser.add_argument("--logs", metavar="DIR", type=Path, help="write the servers' logs to this folder")
+    parser.add_argument("--logs", metavar="DIR", type=output_folder, help="write the servers' logs to this folder")
     add_results_arguments(parser)
     return parser
 

@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = parser.parse_args(argv).where
     try:
         source = gguf.GGUFReader(str(require_default_model()))
-    except ValueError as error:
+        where.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
-    where.mkdir(parents=True, exist_ok=True)
     for name in (DEFAULT, TOY):
         files = model_files(name, where)
         if not files.complete:

@@ -77,6 +77,7 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["serving", "--port", "0"], "--port: must be at least 1, got 0"),
         (["serving", "--dataset-path", "nowhere.json"], "--dataset-path: nowhere.json does not exist"),
         (["scheduler", "--results", __file__], f"--results: {__file__!r} is no folder"),
+        (["compare", "--models", "x", "--logs", __file__], f"--logs: {__file__!r} is no folder"),
         (["scheduler", "--results", f"{__file__}/new"], f"--results: {__file__!r} is no folder"),
     ],
 )

@@ -60,3 +60,10 @@ def test_weights_are_taken_as_the_file_has_them() -> None:
     for (name, values), tensor in zip(islice(models.plain_tensors(source), 1, 4), source.tensors[1:4], strict=True):
         assert name == tensor.name and values.dtype == "float32"
         assert values.shape == tuple(int(size) for size in reversed(tensor.shape))
+
+
+def test_a_place_that_cannot_be_a_folder_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        models.main([__file__])
+    assert caught.value.code == 2
+    assert __file__ in capsys.readouterr().err
