@@ -40,8 +40,10 @@ def chat(
         if isinstance(stream, io.TextIOWrapper):  # bytes and characters outside its encoding must not end the chat
             stream.reconfigure(errors="replace")
     try:
-        if temperature is not None and not math.isfinite(temperature):  # JSON has no such number
-            raise ValueError(f"--temperature must be a finite number, got {temperature}")
+        if temperature is not None and not 0 <= temperature < math.inf:
+            raise ValueError(f"--temperature must be a finite number of at least 0, got {temperature}")
+        if max_tokens is not None and max_tokens < 1:  # the API allows 0: then all answers are empty
+            raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         partner = choose_partner(model, base_url, (api_key or env.api_key() or "").strip() or None)
     except (ChatError, TercetError, ValueError, OSError) as error:
         sys.stderr.write(f"tercet chat: {error}\n")

@@ -337,8 +337,14 @@ def test_nobody_there(unused_url: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"{unused_url} does not answer" in capsys.readouterr().err
     assert main(["chat", "--base-url", "ftp://x"]) == 1
     assert main(["chat", "MODEL", "--base-url", unused_url]) == 1
-    assert main(["chat", "--base-url", unused_url, "--temperature", "nan"]) == 1
-    assert "--temperature must be a finite number, got nan" in capsys.readouterr().err
+    capsys.readouterr()
+    for flag, value, message in (
+        ("--temperature", "nan", "a finite number of at least 0, got nan"),
+        ("--temperature", "-3", "a finite number of at least 0, got -3.0"),
+        ("--max-tokens", "0", "at least 1, got 0"),
+    ):
+        assert main(["chat", "--base-url", unused_url, flag, value]) == 1
+        assert capsys.readouterr().err == f"tercet chat: {flag} must be {message}\n"
     monkeypatch.setattr(chat_cli, "_DEFAULT_BASE_URL", unused_url)
     monkeypatch.setattr(default_model, "_PACKAGE", "no_such_package")
     assert main(["chat"]) == 1
