@@ -39,6 +39,8 @@ from .text_files import read_text
 from .workloads import BUNDLED_TEXT
 
 _REFERENCE = "float32"
+_NUM_UNCHANGED = 2
+"""The first variants, whose weights are not quantized."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,6 +176,12 @@ def report(result: Result, variants: Sequence[Measured], text: str) -> None:
         ["weights", "activations", "MiB of weights", "KL divergence, nats", "same most likely token", "perplexity"],
     )
     table.notes.append(f"text: {text}")
+    for variant in variants[:_NUM_UNCHANGED]:
+        if forms := sorted(set(variant.runner.settings.weight_forms.values())):
+            kept = ", ".join(forms)
+            table.notes.append(
+                f"{variant.name}: memory has the matrices as in the file ({kept}), with the same results"
+            )
     rows = []
     for variant in variants:
         row: dict[str, Any] = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 from bench_models import json_of
 from bench_tokenizers import bytes_only
+from gguf_models import Kind, write_gguf
 from tiny_models import make_model, reference_logits, save
 
 from tercet.benchmarks import bench_quantization
@@ -42,6 +43,15 @@ def test_what_is_measured_is_what_transformers_says(flags: list[str], capsys: py
     assert 0.3 < found["int4"]["same_likeliest_token"] < 1
     sizes = [row["weight_bytes"] for row in found.values()]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_weights_that_the_file_has_quantized_are_named(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory has them as they are, so the row of float32 has not the size of weights in float32."""
+    path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.Q8_0)
+    assert bench_quantization.main([*flags, "--num-tokens", "32", "--window", "32", "--model-path", str(path)]) == 0
+    assert "float32: memory has the matrices as in the file (int8), with the same results" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
