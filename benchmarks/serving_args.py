@@ -215,6 +215,8 @@ def _complete(options: argparse.Namespace) -> None:
         raise ValueError("--mooncake-slowdown-factor needs --use-trace-timestamps")
     if options.base_url is not None and (options.host is not None or options.port is not None):
         raise ValueError("--base-url and --host or --port exclude each other")
+    if options.base_url is not None and options.base_url.rstrip("/").endswith("/v1"):
+        raise ValueError(f"--base-url must not end in /v1, which is added to it, got {options.base_url}")
     if options.output_details and options.output_file is None:
         raise ValueError("--output-details needs --output-file")
     extra = options.extra_request_body or {}

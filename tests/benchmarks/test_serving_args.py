@@ -66,6 +66,7 @@ def test_the_tokenizer_is_the_servers_unless_one_is_named(bench: Bench, tokenize
         (["--num-prompts", "0"], "must be at least 1"),
         (["--random-range-ratio", "1.5"], "must be in [0, 1]"),
         (["--base-url", "http://x", "--port", "3"], "exclude each other"),
+        (["--base-url", "http://x/v1/"], "--base-url must not end in /v1, which is added to it"),
         (["--output-details"], "needs --output-file"),
         (["--goodput", "tps:3"], "must be NAME:MS"),
         (["--goodput", "ttft:3", "ttft:4"], "names an objective twice"),
