@@ -8,8 +8,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <bit>
-#include <exception>
-#include <mutex>
 #include <vector>
 
 #include "graph.h"
@@ -86,26 +84,18 @@ void onednn_linear(const T* x, int64_t rows, const OneDnnWeight& weight, int64_t
     first_columns.push_back(first_columns.back() + weight.columns(part));
   const int64_t size = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(rows)), kMaxOneDnnRows);
   const int64_t blocks = ceil_div(rows, size);
-  std::exception_ptr error;
-  std::mutex error_mutex;
   ThreadPool::get().run(blocks * static_cast<int64_t>(weight.parts.size()), [&](int64_t item) {
     // All blocks of rows multiply a part before the next part begins, so it is read from memory once.
     const int64_t part = item / blocks, first = item % blocks * size, begin = std::min(first, rows - size);
-    try {
-      const auto options = at::TensorOptions(c10::CppTypeToScalarType<T>::value);
-      const Tensor block = at::from_blob(const_cast<T*>(x + begin * weight.k), {size, weight.k}, options);
-      const optional<Tensor> bias = weight.biases.empty() ? std::nullopt : optional(weight.biases[part]);
-      const Tensor y = multiply_by_onednn(block, weight.parts[part], bias);
-      const int64_t done = first - begin;
-      store_part(
-          y.const_data_ptr<T>() + done * y.size(1), size - done, weight.columns(part), weight.is_gated, n,
-          out + first * n + first_columns[part]);
-    } catch (...) {  // items of the pool must not throw
-      const std::lock_guard lock(error_mutex);
-      error = std::current_exception();
-    }
+    const auto options = at::TensorOptions(c10::CppTypeToScalarType<T>::value);
+    const Tensor block = at::from_blob(const_cast<T*>(x + begin * weight.k), {size, weight.k}, options);
+    const optional<Tensor> bias = weight.biases.empty() ? std::nullopt : optional(weight.biases[part]);
+    const Tensor y = multiply_by_onednn(block, weight.parts[part], bias);
+    const int64_t done = first - begin;
+    store_part(
+        y.const_data_ptr<T>() + done * y.size(1), size - done, weight.columns(part), weight.is_gated, n,
+        out + first * n + first_columns[part]);
   });
-  if (error) std::rethrow_exception(error);
 }
 
 /// oneDNN's packed form of a part of a weight, for one thread.
@@ -127,6 +117,7 @@ inline Tensor onednn_linear_op(
   for (size_t part = 0; part < parts.size(); ++part) {
     TORCH_CHECK(parts[part].is_mkldnn() && parts[part].scalar_type() == x.scalar_type(), "parts must be packed, of x's type");
     TORCH_CHECK(parts[part].dim() == 2 && parts[part].size(1) == k, "parts must have rows as long as those of x");
+    TORCH_CHECK(!is_gated || parts[part].size(0) % 2 == 0, "parts must have as many rows of gate as of up");
     if (!biases.empty()) check(biases[part], "bias", x.scalar_type(), {parts[part].size(0)});
     rows_of_parts += parts[part].size(0);
   }

@@ -12,9 +12,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -53,7 +55,8 @@ class ThreadPool {
   void set_num_threads(int64_t n) { num_threads_.store(n, std::memory_order_relaxed); }
 
   /// Calls f(item) once for every item of [0, count), on any thread and in any order. Returns when all are finished.
-  /// f must not throw. While a job runs, other callers run their items alone.
+  /// If an item throws, others may be left out, and the exception of one is thrown at the end. While a job runs, other
+  /// callers run their items alone.
   template <typename F>
   void run(int64_t count, const F& f) {
     std::unique_lock<std::mutex> lock(job_mutex_, std::try_to_lock);
@@ -74,6 +77,7 @@ class ThreadPool {
     while (run_one_item()) {
     }
     while (unfinished_.load(std::memory_order_acquire) > 0) pause_cpu();
+    if (error_) throw_error();
   }
 
  private:
@@ -92,6 +96,8 @@ class ThreadPool {
     unclaimed_ = 0;
     new (&job_mutex_) std::mutex;
     new (&threads_) std::vector<std::thread>;
+    new (&error_mutex_) std::mutex;
+    new (&error_) std::exception_ptr;
     sleepers_ = 0;
   }
 
@@ -107,13 +113,25 @@ class ThreadPool {
     while (seen & 0xFFFFFFFF) {
       if (unclaimed_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
         // The job cannot change while one of its items is claimed and not finished.
-        call_(context_, count_ - static_cast<int64_t>(seen & 0xFFFFFFFF));
+        try {
+          call_(context_, count_ - static_cast<int64_t>(seen & 0xFFFFFFFF));
+        } catch (...) {
+          keep_error();
+        }
         unfinished_.fetch_sub(1, std::memory_order_acq_rel);
         return true;
       }
     }
     return false;
   }
+
+  /// To be called where an exception is caught.
+  [[gnu::noinline]] void keep_error() {
+    const std::lock_guard lock(error_mutex_);
+    error_ = std::current_exception();
+  }
+
+  [[noreturn, gnu::noinline]] void throw_error() { std::rethrow_exception(std::exchange(error_, nullptr)); }
 
   /// The loop of each thread.
   void run_thread() {
@@ -168,6 +186,8 @@ class ThreadPool {
   const void* context_ = nullptr;
   int64_t count_ = 0;
   uint32_t job_ = 0;
+  std::mutex error_mutex_;
+  std::exception_ptr error_;  // of an item of the job
   alignas(64) std::atomic<uint64_t> unclaimed_{0};
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) std::atomic<uint32_t> epoch_{0};

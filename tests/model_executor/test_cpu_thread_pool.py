@@ -132,6 +132,27 @@ for _ in range(10):
 """)
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is measured in /proc")
+def test_an_operation_that_gets_no_memory_raises_an_error():
+    run("""
+import resource
+
+size = 1 << 20
+pools, q = torch.zeros(2, 9, 2, size), torch.zeros(1, 2, size)
+table, row, length = torch.arange(9, dtype=torch.int32).view(1, 9), torch.tensor([0]), torch.tensor([5])
+before = resource.getrlimit(resource.RLIMIT_AS)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), before[1]))  # a thread needs a gigabyte
+try:
+    ops.attention(q, *pools, table, row, length, None, None, 1.0)
+except (MemoryError, RuntimeError):
+    resource.setrlimit(resource.RLIMIT_AS, before)
+else:
+    raise AssertionError
+assert torch.equal(ops.argmax(logits), logits.argmax(1))
+""")
+
+
 JOBS = """
 #include <unistd.h>
 #include "thread_pool.h"
@@ -144,7 +165,7 @@ int main() {
       pool.run(1 + job % 40, [&](int64_t item) { counts[item] += 1; });
     int64_t sum = 0;
     for (const int64_t count : counts) sum += count;
-    return sum == jobs / 40 * 820;  // 1 + 2 + ... + 40
+    return sum == jobs / 40 * 820 + jobs % 40 * (jobs % 40 + 1) / 2;  // 1 + 2 + ... + 40, and so on
   };
   bool right = count_jobs(4000);
   for (int threads = 1; threads < 5; ++threads) {
@@ -155,6 +176,18 @@ int main() {
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i) callers.emplace_back([&] { wrong += !count_jobs(2000); });
   for (auto& caller : callers) caller.join();
+  for (int threads = 1; threads < 4; ++threads) {
+    pool.set_num_threads(threads);
+    for (int64_t job = 0; job < 300; ++job) {
+      int64_t thrown = -1;
+      try {
+        pool.run(10, [&](int64_t item) { if (item % 3 == job % 3) throw item; });
+      } catch (int64_t item) {
+        thrown = item;
+      }
+      right = thrown >= 0 && thrown % 3 == job % 3 && count_jobs(3) && right;
+    }
+  }
   for (int i = 0; i < 100; ++i) {  // the threads of the pool fall asleep
     std::this_thread::sleep_for(std::chrono::microseconds(150 + 2 * i));
     right = count_jobs(40) && right;

@@ -136,6 +136,7 @@ def test_an_error_of_onednn_is_raised() -> None:
         ((x[:, :7].contiguous(), [part], [], 6), "rows as long as those of x"),
         ((x, [part], [torch.randn(5)], 6), "bias must have shape"),
         ((x, [part], [torch.randn(6)] * 2, 6), "a bias for each part"),
+        ((x, [ops.pack_for_onednn(torch.randn(rows, 8)) for rows in (3, 5)], [], 4, True), "as many rows of gate as"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.onednn_linear(*arguments)
