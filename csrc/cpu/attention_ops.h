@@ -100,11 +100,11 @@ inline Tensor attention_op(
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
   const int64_t tokens = q.size(0), heads = q.size(1);
   const int64_t num_requests = rows.size(0);
-  TORCH_CHECK(q.size(2) == dim, "heads of q must be as large as those of the pool");
+  TORCH_CHECK(q.dim() == 3 && q.size(2) == dim, "q must have heads as large as those of the pool, got ", q.sizes());
   TORCH_CHECK(q.device().is_cpu() && q.stride(2) == 1 && q.stride(1) == dim, "heads of q must be contiguous");
-  TORCH_CHECK(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+  TORCH_CHECK(heads > 0 && heads % kv_heads == 0, "heads must be a multiple of ", kv_heads, ", got ", heads);
   TORCH_CHECK(!window || *window > 0, "a window must be positive, got ", *window);
-  check(slot_table, "slot_table", at::kInt, slot_table.sizes());
+  check(slot_table, "slot_table", at::kInt, {slot_table.size(0), slot_table.size(1)});
   check(rows, "rows", at::kLong, {num_requests});
   check(seq_lens, "seq_lens", at::kLong, {num_requests});
   if (starts)
@@ -117,6 +117,7 @@ inline Tensor attention_op(
       .slot_table = slot_table.const_data_ptr<int32_t>(),
       .num_rows = slot_table.size(0),
       .context = slot_table.size(1),
+      .num_slots = pool.slots,
       .rows = rows.const_data_ptr<int64_t>(),
       .seq_lens = seq_lens.const_data_ptr<int64_t>(),
       .starts = data_or_null<int64_t>(starts),

@@ -27,7 +27,7 @@ constexpr int64_t kTileBytes = 128 * 1024;
 /// Requests with new tokens.
 struct AttentionBatch {
   const int32_t* slot_table;  // [num_rows, context]: the slot of each position of each row
-  int64_t num_rows, context;
+  int64_t num_rows, context, num_slots;
   const int64_t* rows;       // [num_requests] the row of each request
   const int64_t* seq_lens;   // [num_requests] its number of tokens, the new ones included
   const int64_t* starts;     // [num_requests + 1] its first new token; nullptr: each request has one new token
@@ -40,6 +40,8 @@ struct AttentionBatch {
   int64_t num_tokens(int64_t request) const { return start(request + 1) - start(request); }
   int64_t group() const { return heads / kv_heads; }
   const int32_t* slots(int64_t request) const { return slot_table + rows[request] * context; }
+  /// The first position that a token at `position` sees.
+  int64_t first_seen(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }
 
   /// Checks the numbers that it points to.
   void check_numbers() const {
@@ -51,6 +53,9 @@ struct AttentionBatch {
       const int64_t num_new = num_tokens(request), len = seq_lens[request];
       TORCH_CHECK(num_new >= 0, "starts must not fall");
       TORCH_CHECK(num_new <= len && len <= context, "seq_lens must be in [", num_new, ", ", context, "], got ", len);
+      if (num_new == 0) continue;
+      const int64_t first = first_seen(len - num_new) / kTile * kTile;  // whole tiles are read
+      check_indices(slots(request) + first, len - first, "slots", num_slots);
     }
   }
 };
@@ -103,14 +108,12 @@ class AttentionPlan {
   void add_query(int64_t request, int64_t index) {
     const int64_t token = batch_.start(request) + index;
     const int64_t position = batch_.seq_lens[request] - (batch_.start(request + 1) - token);
-    const int64_t from = std::max<int64_t>(0, position + 1 - batch_.window);
-    queries.push_back({request, token, position, {from / kSplit, position / kSplit + 1}});
+    queries.push_back({request, token, position, {batch_.first_seen(position) / kSplit, position / kSplit + 1}});
   }
 
   /// Keys that the query sees and that no shared task attends to, from the start of a tile.
   Range own_keys(const Query& query) const {
-    const int64_t from = std::max<int64_t>(0, query.position + 1 - batch_.window);
-    return {std::max(query.shared, from / kTile * kTile), query.position + 1};
+    return {std::max(query.shared, batch_.first_seen(query.position) / kTile * kTile), query.position + 1};
   }
 
   void add_prompt(int64_t request) {

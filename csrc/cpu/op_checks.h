@@ -4,6 +4,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <optional>
 
 namespace tercet {
@@ -41,10 +42,16 @@ inline void check(const Tensor& tensor, const char* name, at::ScalarType type, a
   TORCH_CHECK(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
 }
 
-/// Checks `count` indices, of which each must be in [0, size).
-inline void check_indices(const int64_t* indices, int64_t count, const char* name, int64_t size) {
-  for (int64_t i = 0; i < count; ++i)
-    TORCH_CHECK(0 <= indices[i] && indices[i] < size, name, " must be in [0, ", size, "), got ", indices[i]);
+/// Checks `count` indices, of which each must be in [0, size). The loop has no branches, so that it is vectorised.
+template <typename T>
+void check_indices(const T* indices, int64_t count, const char* name, int64_t size) {
+  T smallest = 0, largest = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    smallest = std::min(smallest, indices[i]);
+    largest = std::max(largest, indices[i]);
+  }
+  const T worst = smallest < 0 ? smallest : largest;
+  TORCH_CHECK(0 <= smallest && largest < size, name, " must be in [0, ", size, "), got ", worst);
 }
 
 template <typename T>

@@ -205,3 +205,44 @@ def test_attention_refuses_what_is_not_in_its_tensors(wrong, error):
     assert attend().shape == (4, 32)
     with pytest.raises(RuntimeError, match=error):
         attend(**wrong)
+
+
+@pytest.mark.parametrize("slot", [64, 2**31 - 1, -1])
+@pytest.mark.parametrize("in_panels", [False, True])
+def test_attention_reads_only_inside_the_pool(in_panels, slot):
+    """The slots of all tiles that a new token sees are checked; others may hold anything."""
+    panel = 2 * cpu_extension.lanes()
+    keys, values = torch.randn(2, 64, 1, 32)
+    pools = keys, values
+    if in_panels:
+        pools = keys.view(-1, 1, 32, panel, 1), values.view(-1, 1, 32 // panel, panel, panel, 1)
+    table = (torch.arange(300, dtype=torch.int32) % 64).expand(2, -1).contiguous()
+
+    def attend(position, window=None):
+        wrong = table.clone()
+        wrong[1, position] = slot
+        return ops.attention(
+            torch.ones(3, 1, 32), *pools, wrong, torch.tensor([0, 1]), torch.tensor([9, 290]), starts, window, 1.0
+        )
+
+    starts = torch.tensor([0, 1, 3])
+    for position in (0, 130, 289):
+        with pytest.raises(RuntimeError, match=rf"slots must be in \[0, 64\), got {slot}"):
+            attend(position)
+    attend(290)
+    attend(191, window=33)  # the first of the new tokens sees positions from 256 on
+    with pytest.raises(RuntimeError, match="slots must be in"):
+        attend(256, window=33)
+    starts = torch.tensor([0, 3, 3])  # no new token of this request
+    attend(0)
+
+
+def test_queries_of_a_wrong_shape_are_refused():
+    pools, table, one = torch.randn(2, 40, 1, 32), torch.zeros(3, 12, dtype=torch.int32), torch.tensor([1])
+    for q, slots, error in (
+        (torch.randn(1, 0, 32), table, "heads must be a multiple of 1, got 0"),
+        (torch.randn(1, 1, 32, 0), table, "q must have heads as large as those of the pool"),
+        (torch.randn(1, 1, 32), torch.zeros(3, 12, 0, dtype=torch.int32), "slot_table must have shape"),
+    ):
+        with pytest.raises(RuntimeError, match=error):
+            ops.attention(q, *pools, slots, one, one, None, None, 1.0)
