@@ -16,7 +16,7 @@
 namespace tercet {
 
 inline Tensor argmax_op(const Tensor& logits) {
-  TORCH_CHECK(!Graph::recording(), "the choice of a token cannot be recorded");
+  check_not_recording("the choice of a token");
   check(logits, "logits", at::kFloat, {logits.size(0), logits.size(1)});
   auto tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   argmax(logits.const_data_ptr<float>(), logits.size(0), logits.size(1), tokens.data_ptr<int64_t>());
@@ -43,17 +43,15 @@ inline void store_newest_op(const Tensor& tokens, const Tensor& rows, const Tens
 }
 
 inline void mask_tokens_op(const Tensor& logits, const Tensor& lines, const Tensor& bits) {
-  TORCH_CHECK(!Graph::recording(), "token masks cannot be recorded");
+  check_not_recording("a token mask");
   const int64_t num_masks = lines.size(0), vocab = logits.size(1);
   const int64_t words = (vocab + kMaskBits - 1) / kMaskBits;
   check(logits, "logits", at::kFloat, {logits.size(0), vocab});
   check(lines, "lines", at::kLong, {num_masks});
   check(bits, "bits", at::kInt, {num_masks, words});
   const int64_t* line = lines.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < num_masks; ++i) {
-    TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
-    TORCH_CHECK(i == 0 || line[i - 1] < line[i], "lines must rise, got ", line[i]);
-  }
+  check_indices(line, num_masks, "lines", logits.size(0));
+  for (int64_t i = 1; i < num_masks; ++i) TORCH_CHECK(line[i - 1] < line[i], "lines must rise, got ", line[i]);
   mask_tokens(logits.data_ptr<float>(), vocab, line, bits.const_data_ptr<int32_t>(), words, num_masks);
 }
 
@@ -81,6 +79,7 @@ inline Tensor sample_op(
     const Tensor& top_p,
     const Tensor& max_gap,
     const Tensor& draw) {
+  check_not_recording("the choice of a token");
   const int64_t n = lines.size(0), vocab = logits.size(1);
   check(logits, "logits", at::kFloat, {logits.size(0), vocab});
   check(lines, "lines", at::kLong, {n});
@@ -90,9 +89,9 @@ inline Tensor sample_op(
   const auto draws = column(draw, "draw", n);
   const float* all = logits.const_data_ptr<float>();
   const int64_t* line = lines.const_data_ptr<int64_t>();
+  check_indices(line, n, "lines", logits.size(0));
   std::vector<Selection> selections;
   for (int64_t i = 0; i < n; ++i) {
-    TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
     TORCH_CHECK(0 <= draws[i] && draws[i] < 1, "draw must be in [0, 1), got ", draws[i]);
     selections.push_back(selection_of(temperatures[i], top_ks[i], top_ps[i], max_gaps[i]));
   }
@@ -116,6 +115,7 @@ inline Tensor choose_tokens_op(
     const Tensor& params,
     const Tensor& seeds,
     const optional<Tensor>& newest) {
+  check_not_recording("the choice of a token");
   const int64_t n = rows.size(0), vocab = logits.size(1), num_rows = seeds.size(0);
   check(logits, "logits", at::kFloat, {n, vocab});
   TORCH_CHECK(vocab > 0, "there is no token to choose");
@@ -149,6 +149,7 @@ inline Tensor choose_tokens_op(
 /// Returns float32 [n, m], float32 [n, k] and int32 [n, k].
 inline std::tuple<Tensor, Tensor, Tensor> token_logprobs_op(
     const Tensor& logits, const Tensor& lines, const Tensor& ids, int64_t k) {
+  check_not_recording("log probabilities");
   const int64_t n = lines.size(0), vocab = logits.size(1), m = ids.size(1);
   check(logits, "logits", at::kFloat, {logits.size(0), vocab});
   check(lines, "lines", at::kLong, {n});
@@ -157,9 +158,8 @@ inline std::tuple<Tensor, Tensor, Tensor> token_logprobs_op(
   const float* all = logits.const_data_ptr<float>();
   const int64_t* line = lines.const_data_ptr<int64_t>();
   const int64_t* id = ids.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < n; ++i)
-    TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
-  for (int64_t i = 0; i < n * m; ++i) TORCH_CHECK(0 <= id[i] && id[i] < vocab, "ids must be token ids, got ", id[i]);
+  check_indices(line, n, "lines", logits.size(0));
+  check_indices(id, n * m, "ids", vocab);
   auto values = at::empty({n, m}, logits.options()), top = at::empty({n, k}, logits.options());
   auto top_ids = at::empty({n, k}, logits.options().dtype(at::kInt));
   float* value = values.data_ptr<float>();

@@ -210,6 +210,9 @@ class Graph : public torch::CustomClassHolder {
   std::set<std::string> unrecorded_;
 };
 
+/// To be called by operations that are never part of a recorded step.
+inline void check_not_recording(const char* what) { TORCH_CHECK(!Graph::recording(), what, " cannot be recorded"); }
+
 /// Calls operation(rows) now, or, while a graph records, whenever that graph runs.
 template <typename F>
 void run_or_record(int64_t rows, F operation) {

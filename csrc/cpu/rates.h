@@ -7,6 +7,7 @@
 #include <ATen/core/Dict.h>
 
 #include <chrono>
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -161,8 +162,8 @@ double ops_per_s(double seconds) {
 /// multiplication and an addition are two operations. Int4 stands for weights of 4 bits, whose products with 8 bits can
 /// be summed in 16 bits. Empty for types that no linear layer multiplies.
 inline c10::Dict<std::string, double> instruction_rates_op(at::ScalarType type, double seconds) {
-  TORCH_CHECK(!Graph::recording(), "a measurement cannot be recorded");
-  TORCH_CHECK(seconds > 0, "seconds must be positive, got ", seconds);
+  check_not_recording("a measurement");
+  TORCH_CHECK(seconds > 0 && std::isfinite(seconds), "seconds must be positive and finite, got ", seconds);
   c10::Dict<std::string, double> rates;
   const auto measure = [&]<typename R>(R) { rates.insert(R::kName, ops_per_s<R>(seconds)); };
   if (type == at::kFloat || type == at::kBFloat16) measure(FloatRate());  // bfloat16 may be widened

@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <utility>
 
+#include "graph.h"
 #include "op_checks.h"
 
 namespace tercet {
@@ -31,6 +32,7 @@ inline int64_t set_decode_inputs_op(
     const Tensor& of_tokens,
     const Tensor& of_requests,
     const Tensor& starts) {
+  check_not_recording("the inputs of a step");
   const int64_t n = rows.size(0), max_tokens = of_tokens.size(1), max_requests = of_requests.size(1);
   const int64_t num_rows = slot_table.size(0), context_len = slot_table.size(1);
   TORCH_CHECK(n <= std::min(max_tokens, max_requests), "there is no room for ", n, " requests");

@@ -49,9 +49,10 @@ def test_other_types_have_no_instruction() -> None:
     assert rates(torch.float16) == {}
 
 
-def test_no_time_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="seconds must be positive"):
-        torch.ops.tercet_cpu.instruction_rates(torch.float32, 0.0)
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf")])
+def test_a_measurement_has_an_end(seconds: float) -> None:
+    with pytest.raises(RuntimeError, match="seconds must be positive and finite"):
+        torch.ops.tercet_cpu.instruction_rates(torch.float32, seconds)
 
 
 def built_here() -> list[Path]:

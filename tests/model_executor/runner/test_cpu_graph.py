@@ -138,6 +138,25 @@ def test_layers_of_torch_are_not_recorded():
     assert len(play(driver)) == 27
 
 
+def never_recorded():
+    """Operations that are no part of a recorded step, and arguments."""
+    logits, lines, ones = torch.randn(2, 40), torch.arange(2), torch.ones(2, dtype=torch.float64)
+    rows, lens = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([3, 3], dtype=torch.int32)
+    memory = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int32)
+    sizes = (3, 2), (4, 2), (3,)
+    inputs = rows, lens, rows, *memory, *(torch.zeros(size, dtype=torch.int64) for size in sizes)
+    params = torch.tensor([[1.0, 40, 1, 1e9, 0, 0, 0, 1]] * 2, dtype=torch.float64)
+    return [
+        (ops.argmax, (logits,)),
+        (ops.mask_tokens, (logits, lines, torch.zeros(2, 2, dtype=torch.int32))),
+        (ops.sample, (logits, lines, ones, ones, ones, ones, 0 * ones)),
+        (ops.choose_tokens, (logits, lines, lines, params, lines, memory[0])),
+        (ops.token_logprobs, (logits, lines, lines.view(2, 1), 2)),
+        (ops.set_decode_inputs, inputs),
+        (ops.instruction_rates, (torch.float32, 1e-3)),
+    ]
+
+
 def test_what_would_not_be_performed_again_is_refused():
     x, weight, norm = torch.randn(4, 32), torch.randn(4, 32), torch.ones(32)
     for compute in (lambda out: out + 1, lambda out: out[torch.tensor([0])], torch.relu, torch.clone):
@@ -146,12 +165,16 @@ def test_what_would_not_be_performed_again_is_refused():
         compute(ops.rms_norm(x, weight, norm, 1e-5).view(2, 2, 32)[:, :1])
         with pytest.raises(RuntimeError, match="cannot be part of a recorded step: aten::"):
             graph.finish()
+    others = never_recorded()
+    for operation, arguments in others:
+        operation(*arguments)
     graph = torch.classes.tercet_cpu.Graph()
     graph.record(4, 4, 4)
     with pytest.raises(RuntimeError, match="must have 4 rows, got 2"):
         ops.rms_norm(x[:2], None, norm, 1e-5)
-    with pytest.raises(RuntimeError, match="cannot be recorded"):
-        ops.argmax(x)
+    for operation, arguments in others:
+        with pytest.raises(RuntimeError, match="cannot be recorded"):
+            operation(*arguments)
     with pytest.raises(RuntimeError, match="one at a time"):
         torch.classes.tercet_cpu.Graph().record(4, 4, 4)
     out = ops.rms_norm(x, None, norm, 1e-5)

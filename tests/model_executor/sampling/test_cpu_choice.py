@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused() -> None:
     logits = torch.zeros(2, 7)
     assert sample(logits, [0.5], lines=[1]) == [3]
     for lines in ([2], [-1]):
-        with pytest.raises(RuntimeError, match="lines of logits"):
+        with pytest.raises(RuntimeError, match="lines must be in"):
             sample(logits, [0.5], lines=lines)
     for wrong in ({"top_k": 0}, {"max_gap": -1.0}, {"top_p": 0.0}, {"top_p": INF - INF}, {"max_gap": INF - INF}):
         with pytest.raises(RuntimeError, match="must be positive"):

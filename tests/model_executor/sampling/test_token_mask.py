@@ -51,8 +51,8 @@ def test_a_mask_bars_every_other_token_of_its_line(apply, seed, vocab, n, share,
 @pytest.mark.parametrize(
     ("lines", "bits", "says"),
     [
-        ([2], torch.zeros(1, 2, dtype=torch.int32), "lines of logits, got 2"),
-        ([-1], torch.zeros(1, 2, dtype=torch.int32), "lines of logits, got -1"),
+        ([2], torch.zeros(1, 2, dtype=torch.int32), r"lines must be in \[0, 2\), got 2"),
+        ([-1], torch.zeros(1, 2, dtype=torch.int32), r"lines must be in \[0, 2\), got -1"),
         ([1, 0], torch.zeros(2, 2, dtype=torch.int32), "lines must rise"),
         ([0], torch.zeros(1, 1, dtype=torch.int32), "bits must have shape"),
         ([0], torch.zeros(1, 2, dtype=torch.int64), "bits must be Int"),
