@@ -23,7 +23,12 @@ class CompactHeader {
 
   explicit CompactHeader(const uint8_t* panel) : panel_(panel) {}
 
-  static int64_t bytes_for(int64_t exceptions) { return round_up(kStart + sizeof(uint32_t) * (exceptions + 1), 64); }
+  /// The bytes of a header are a multiple of this.
+  static constexpr int64_t kMultiple = 64;
+
+  static int64_t bytes_for(int64_t exceptions) {
+    return round_up(kStart + sizeof(uint32_t) * (exceptions + 1), kMultiple);
+  }
 
   const uint8_t* high_bytes() const { return panel_; }
   const uint32_t* exceptions() const { return reinterpret_cast<const uint32_t*>(panel_ + kStart); }

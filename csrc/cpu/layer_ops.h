@@ -51,7 +51,8 @@ inline bool is_compact(const Tensor& packed) { return packed.scalar_type() == at
 inline CompactPacked compact_weight(const Tensor& packed, const optional<Tensor>& bias) {
   check(packed, "packed", at::kByte, {packed.size(0), packed.size(1)});
   const auto* panels = packed.const_data_ptr<uint8_t>();
-  const int64_t header_bytes = packed.numel() ? CompactHeader(panels).num_bytes() : 0;
+  const bool has_header = packed.size(0) > 0 && packed.size(1) >= CompactHeader::kMultiple;
+  const int64_t header_bytes = has_header ? CompactHeader(panels).num_bytes() : 0;
   const int64_t bytes = packed.size(1) - header_bytes;
   TORCH_CHECK(header_bytes > 0 && bytes >= 0 && bytes % CompactGroup::kBytes == 0, "packed is no compact weight");
   return {panels, data_or_null<float>(bias), bytes / CompactGroup::kBytes * CompactGroup::kNumbers, header_bytes};

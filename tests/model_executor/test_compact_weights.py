@@ -125,7 +125,10 @@ def test_what_is_no_compact_weight_is_refused() -> None:
         ops.linear(x[:, :64].contiguous(), compact, None, 64)
     with pytest.raises(RuntimeError, match="need products of bfloat16 and an x of bfloat16"):
         ops.linear(x.float(), compact, None, 64)
-    for damaged in (compact[:, :-64].contiguous(), torch.zeros_like(compact), compact[:0]):
+    short = torch.zeros(64, dtype=torch.uint8)
+    short[16] = 4  # what follows the tensor would be the size of a header
+    damaged_weights = compact[:, :-64].contiguous(), torch.zeros_like(compact), compact[:0], short[:4].view(1, 4)
+    for damaged in damaged_weights:
         with pytest.raises(RuntimeError, match="packed is no compact weight"):
             ops.linear(x, damaged, None, 64)
         with pytest.raises(RuntimeError, match="packed is no compact weight"):
