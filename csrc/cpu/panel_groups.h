@@ -84,7 +84,7 @@ class PanelGroups {
  public:
   static constexpr int64_t kScales = D::kHeaderBytes / (kPanel * static_cast<int64_t>(sizeof(Header))) / (1 + D::kHasMin);
   /// Bytes of a group, with all columns of the panel.
-  static constexpr int64_t kBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
+  static constexpr int64_t kBytes = kBytesOfGroup<D>;
   /// k is a multiple of this.
   static constexpr int64_t kMultiple = kGroup;
 
@@ -180,20 +180,13 @@ class PanelGroups<MixedKWeights> : public FactoredGroups<MixedKWeights, 2> {
   using FactoredGroups::FactoredGroups;
 };
 
-/// The panels of a packed weight [n, k]: uint8 [panels, k / kGroup, PanelGroups<Weights>::kBytes].
+/// A packed weight whose numbers are converted.
 template <typename Weights>
-struct StoredPanels {
+struct StoredPanels : PanelsOfGroups<PanelGroups<Weights>::kBytes> {
   using Groups = PanelGroups<Weights>;
-  static constexpr int64_t kGroupBytes = Groups::kBytes, kMultiple = Groups::kMultiple;
+  static constexpr int64_t kMultiple = Groups::kMultiple;
 
-  const uint8_t* panels;
-  /// [panels, kPanel] or nullptr
-  const float* bias;
-  int64_t k;
-
-  static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
-  int64_t panel_distance() const { return panel_bytes(k); }
-  Groups groups(int64_t panel) const { return {panels + panel * panel_distance(), k}; }
+  Groups groups(int64_t panel) const { return {this->panels + panel * this->panel_distance(), this->k}; }
 };
 
 /// As `unpack_rows` of linear.h, for weights of fewer bits.

@@ -245,25 +245,38 @@ void quantize_rows(const T* x, int64_t rows, const QuantizedRows<Value>& to) {
   });
 }
 
-/// A packed weight: groups [panels, k / kGroup], laid out as `Dot<Weights>` says.
+/// Bytes of a group of a panel: a header and words.
+template <typename D>
+constexpr int64_t kBytesOfGroup = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
+
+/// The panels of a packed weight [n, k]: uint8 [panels, k / kGroup, kBytes].
+template <int64_t kBytes>
+struct PanelsOfGroups {
+  static constexpr int64_t kGroupBytes = kBytes;
+
+  const uint8_t* panels;
+  /// [panels, kPanel] or nullptr
+  const float* bias;
+  int64_t k;
+
+  static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kBytes; }
+  int64_t panel_distance() const { return panel_bytes(k); }
+};
+
+/// A packed weight for quantised rows, with groups as `Dot<Weights>` says.
 template <typename Weights>
-struct QuantizedPacked {
+struct QuantizedPacked : PanelsOfGroups<kBytesOfGroup<Dot<Weights>>> {
   using D = Dot<Weights>;
   using Rows = QuantizedRows<typename D::Row>;
-  static constexpr int64_t kGroupBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
+  using Panels = PanelsOfGroups<kBytesOfGroup<D>>;
+  using Panels::k, Panels::kGroupBytes, Panels::panel_bytes, Panels::panels;
   static constexpr int64_t kMultiple = kGroup;
   /// The sums of integers must fit into the registers. Those of floats, used once a group, may be in memory.
   static constexpr int64_t kMaxRows = 6;
   static constexpr int64_t kWholeRows = kMaxRows;
   static constexpr int64_t kFewRows = 0;  // the sums of several panels do not fit into the registers
 
-  const uint8_t* panels;
-  const float* bias;
-  int64_t k;
-
   int64_t row_bytes() const { return Rows::row_bytes(k); }
-  static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
-  int64_t panel_distance() const { return panel_bytes(k); }
   static constexpr int64_t kPerWord = D::kPerWord;
 
   const uint8_t* open(int64_t panel, Chunk chunk, int64_t, Prefetch) const {
