@@ -178,14 +178,19 @@ int main() {
   for (auto& caller : callers) caller.join();
   for (int threads = 1; threads < 4; ++threads) {
     pool.set_num_threads(threads);
-    for (int64_t job = 0; job < 300; ++job) {
+    for (int64_t job = 0; job < 100; ++job) {
+      std::atomic<int> started = 0;
       int64_t thrown = -1;
       try {
-        pool.run(10, [&](int64_t item) { if (item % 3 == job % 3) throw item; });
+        pool.run(4, [&](int64_t item) {
+          ++started;
+          while (threads > 1 && started < 2) tercet::pause_cpu();  // so a thread of the pool throws, too
+          throw item;
+        });
       } catch (int64_t item) {
         thrown = item;
       }
-      right = thrown >= 0 && thrown % 3 == job % 3 && count_jobs(3) && right;
+      right = 0 <= thrown && thrown < 4 && count_jobs(3) && right;
     }
   }
   for (int i = 0; i < 100; ++i) {  // the threads of the pool fall asleep
