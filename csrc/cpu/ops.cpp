@@ -1,5 +1,5 @@
-// Registers the operations with torch. The files *_ops.h check the arguments, and nothing else does. Each operation has
-// a twin in plain torch: the layer of the same name in model_executor/layers.
+// Registers the operations with torch. They check their arguments, so loops need no checks. Most of them have a twin in
+// plain torch, in model_executor/layers or in model_executor/sampling.
 #include <torch/library.h>
 
 #include "attention_ops.h"

@@ -18,7 +18,7 @@ class RowLogprobs {
     log_sum_ = peak_ + std::log(sum_of_exp());
   }
 
-  /// NaN if any logit of the row is NaN, or if all are -inf.
+  /// NaN if any logit of the row is NaN or +inf, or if all are -inf.
   float of(int64_t token) const { return static_cast<float>(logits_[token] - log_sum_); }
 
   /// Finds the k <= vocab most probable tokens, the most probable first. Equal ones are in order of id.

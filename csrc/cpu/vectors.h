@@ -226,7 +226,7 @@ inline Vec accurate_exp2(Vec x) {
 ///
 /// With n = x / ln 2, rounded, it multiplies 2^n, whose exponent is n, with exp(x - n ln 2), by the polynomial of degree
 /// 6 that is best on [-ln 2 / 2, ln 2 / 2] with value and slope 1 at 0.
-inline Vec accurate_exp(Vec x) {
+[[gnu::always_inline]] inline Vec accurate_exp(Vec x) {
   typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
   x = at::vec::clamp(x, Vec(-88.f), Vec(89.f));
   // The last bits of this sum are n + 127, the exponent's bits of 2^n: floats of its size are whole numbers.

@@ -13,7 +13,7 @@ from .. import cpu_extension
 
 
 class TokenLogprobs(NamedTuple):
-    """The results of n rows. NaN if a logit of the row is NaN, or if all are -inf."""
+    """The results of n rows. NaN if a logit of the row is NaN or +inf, or if all are -inf."""
 
     given: torch.Tensor
     """float32 [n, m], of the given tokens"""

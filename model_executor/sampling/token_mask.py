@@ -18,7 +18,7 @@ class MaskApplication(Protocol):
 
         Args:
             x: float32 [n, vocab], contiguous; changed
-            lines: int64 [m], lines of x, each at most once
+            lines: int64 [m], lines of x, each once, in rising order
             bits: int32 [m, ceil(vocab / 32)]; bit i of word w is token 32 * w + i
         """
 
