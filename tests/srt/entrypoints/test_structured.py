@@ -130,6 +130,12 @@ def test_an_empty_schema_allows_any_value(site: Site) -> None:
     assert site.scheduler.received[-1].options.sampling.json_schema == "{}"
 
 
+@pytest.mark.parametrize("num_choices", [1, 1000])
+def test_the_fewest_and_the_most_choices(site: Site, num_choices: int) -> None:
+    site.good("/v1/completions", {**COMPLETION, "structured_outputs": {"choice": ["a"] * num_choices}})
+    assert site.scheduler.received[0].options.sampling.regex == "|".join("a" * num_choices)
+
+
 def test_a_choice_stands_for_its_own_characters_only() -> None:
     texts = [*string.printable, "a|b", "a\\d", "aa", "(?i)a", "[^a]"]
     for text in texts:
