@@ -40,7 +40,7 @@ from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
 from .slot_table import SlotTable
-from .step_memory import activation_bytes, rotation_bytes, torch_attention_bytes
+from .step_memory import activation_bytes, rotation_bytes, saved_split_bytes, torch_attention_bytes
 from .warmup import all_allowed, warmup_steps
 from .weight_update import BuiltModel, WeightUpdater
 
@@ -210,7 +210,7 @@ class _RunnerBuilder:
             settings.max_total_tokens or settings.context_len,
         )
         if settings.attention_backend == "cpu":
-            reserve += rotation_bytes(config, longest)
+            reserve += rotation_bytes(config, longest) + saved_split_bytes(config, rows=num_rows, longest=longest)
         if settings.attention_backend == "torch":
             reserve += torch_attention_bytes(settings, config, longest)
         return reserve

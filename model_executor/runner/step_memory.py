@@ -20,6 +20,10 @@ _PLANNING_BYTES = 8 + 8 + 4
 """Per token of a rectangle while its slots are looked up: columns, positions, slots of 32 bits."""
 _SCORE_BYTES = 3 * _FLOAT_BYTES
 """Per query head and pair of positions: scores, probabilities and the mask as numbers."""
+_SPLIT = 256
+"""Keys of a split: `kSplit` of csrc/cpu/attention_plan.h."""
+_WIDTH = 32
+"""A saved result has a multiple of this many numbers, or of a half of it."""
 _SCRATCH_BYTES_OF_GROUP = 2 * GROUP + 12
 """Bytes per group of activations quantized to 8 bits (csrc/cpu/quantized.h): values of at most 2 bytes, and 12 more."""
 
@@ -88,6 +92,15 @@ def torch_attention_bytes(
         longest=longest,
     )
     return gathered + (chunk * longest * config.num_heads * _SCORE_BYTES if writes_scores else 0)
+
+
+def saved_split_bytes(config: ModelConfig, *, rows: int, longest: int) -> int:
+    """An upper bound in bytes of the results that compiled decode attention saves, one for each split of a request.
+
+    It saves those of prefixes that requests share (csrc/cpu/saved_splits.h). `longest`: most tokens of a request.
+    """
+    num_splits, width = -(-longest // _SPLIT), -(-config.head_dim // _WIDTH) * _WIDTH
+    return rows * num_splits * config.num_heads * (width + 2) * _FLOAT_BYTES
 
 
 def rotation_bytes(config: ModelConfig, num_positions: int) -> int:

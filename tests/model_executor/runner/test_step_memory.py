@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import torch_backend
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner import load
-from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes
+from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes, saved_split_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
@@ -121,9 +123,39 @@ def test_a_long_context_is_kept_room_for_its_rotations():
             return None
         return load._RunnerBuilder(settings, config).cpu_reserve(Memory(1 << 40, 1 << 40))
 
+    def splits(context_len):
+        return saved_split_bytes(CONFIG, rows=2, longest=context_len)
+
     short, long = reserve(1000), reserve(101_000)
-    assert short is None or long - short == 100_000 * CONFIG.head_dim * 4
+    assert short is None or long - short == 100_000 * CONFIG.head_dim * 4 + splits(101_000) - splits(1000)
     assert short == reserve(101_000, max_total_tokens=1000)
+
+
+@pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu")
+def test_the_results_of_shared_splits_take_what_is_kept_for_them():
+    """Requests that share a long prefix, as in a batch of questions about one document."""
+    rows, shared, heads, dim = 64, 16_384, 32, 64
+    pools = torch.randn(2, shared + rows, 1, dim)
+    table = torch.arange(shared + 1, dtype=torch.int32).repeat(rows, 1)
+    table[:, shared] += torch.arange(rows, dtype=torch.int32)
+    q, numbers = torch.randn(rows, heads, dim), (torch.arange(rows), torch.full((rows,), shared + 1))
+
+    def peak():
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        except OSError:
+            pytest.skip("the system does not reset peaks")
+        torch.ops.tercet_cpu.attention(q, *pools, table, *numbers, None, None, 1.0)
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) << 10
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    peak()  # what is made once and kept
+    before = resident()
+    kept = saved_split_bytes(replace(CONFIG, num_heads=heads, head_dim=dim), rows=rows, longest=shared + 1)
+    assert 0.8 * kept < peak() - before < 1.1 * kept
 
 
 def test_float32_is_the_widest():
