@@ -171,7 +171,7 @@ class _Comparing:
         if end is None:
             return None, None
         ids = self._replay.recording.ids(end.ids)
-        if not isinstance(end.finish, StopFinish):
+        if not isinstance(end.finish, StopFinish) or not len(ids):
             return ids, None
         if ids[-1] in ids[:-1]:
             ids = np.append(ids[:-1], np.int32(self._eos_id))
