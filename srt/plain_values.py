@@ -16,8 +16,8 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 def plain_value(value: Any) -> Any:
-    """The value in builtin types. Arrays and sequences become lists, and numbers of numpy and torch become Python's
-    numbers.
+    """The value in builtin types. Arrays and sequences become lists, and numbers and texts of numpy and torch become
+    Python's.
 
     Bytes stay bytes. Raises InvalidRequest for other values that JSON cannot represent.
     """
@@ -70,7 +70,11 @@ def converted(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _from_array(value: Any) -> Any:
     """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values. Also a
-    sequence, such as a range, as a list."""
+    sequence, such as a range, as a list. A text or bytes of a class of their own, such as numpy's, are no sequence."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
     if isinstance(value, Sequence):
         return list(value)
     tolist = getattr(value, "tolist", None)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeAlias, overload
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, overload
 
 import msgspec
 
@@ -165,6 +165,8 @@ class Engine:
 
     def flush_cache(self, timeout_s: float = 0.0) -> None:
         """Empties the prefix cache. Raises EngineBusy if requests are still running or waiting after `timeout_s`."""
+        if not timeout_s >= 0:
+            raise InvalidRequest(f"timeout_s must be 0 or more, got {timeout_s}", param="timeout_s")
         self._thread.wait(self._server.manager.flush_cache(timeout_s))
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
@@ -257,6 +259,9 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Engine can be neither pickled nor copied; create it in the process that uses it")
 
     def _request(
         self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any], *, stream: bool

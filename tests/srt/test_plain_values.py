@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tercet.srt.errors import InvalidRequest
@@ -40,3 +41,20 @@ def test_a_value_that_contains_itself_is_refused() -> None:
     value["a"] = value
     with pytest.raises(InvalidRequest, match="contains itself"):
         plain_value(value)
+
+
+class OwnText(str):
+    def __str__(self) -> str:
+        return "shown"
+
+
+@pytest.mark.parametrize("text", [np.str_("ab"), OwnText("ab")])
+def test_a_text_of_a_class_of_its_own_is_one_text(text: str) -> None:
+    plain = plain_value({"text": text, "stop": [text]})
+    assert plain == {"text": "ab", "stop": ["ab"]}
+    assert type(plain["text"]) is str
+
+
+def test_bytes_of_a_class_of_their_own_are_no_token_ids() -> None:
+    with pytest.raises(InvalidRequest, match="must be a text, got bytes"):
+        check_in_json(plain_value(np.bytes_(b"ab")), "text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import itertools
 import os
@@ -252,6 +253,19 @@ def test_flushing_needs_an_idle_engine(engine: Engine) -> None:
         engine.flush_cache()
     stream.close()
     engine.flush_cache(timeout_s=5)
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
+def test_flushing_needs_a_time_to_wait(engine: Engine, timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s must be 0 or more"):
+        engine.flush_cache(timeout_s)
+
+
+def test_an_engine_says_that_it_cannot_be_copied(engine: Engine) -> None:
+    stream = engine.generate(input_ids=[1], sampling_params=SHORT, stream=True)
+    for value in (engine, [engine], stream):
+        with pytest.raises(TypeError, match="neither pickled nor copied"):
+            copy.deepcopy(value)
 
 
 def test_a_pause_holds_new_requests_until_generation_continues(engine: Engine) -> None:
