@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import shutil
@@ -39,13 +40,16 @@ class StepProfiler:
 
     def write(self, path: Path) -> None:
         """Write the trace in the format of Chrome, compressed. The file appears when it is complete. Raises OSError."""
-        plain, packed = (path.with_name(f".{path.name}.{suffix}") for suffix in ("json", "part"))
+        # torch writes to `unfinished` and renames it.
+        plain, unfinished, packed = (path.with_name(f".{path.name}.{end}") for end in ("json", "json.tmp", "part"))
         try:
             plain.touch()  # torch raises no OSError for a folder that cannot be written to
             self._profile.export_chrome_trace(str(plain))
+            if not plain.stat().st_size:  # nor for a full disk: it only logs a line
+                raise OSError(errno.EIO, "torch could not write it; the disk may be full")
             with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=4) as target:
                 shutil.copyfileobj(source, target)
             os.replace(packed, path)
         finally:
-            plain.unlink(missing_ok=True)
-            packed.unlink(missing_ok=True)
+            for file in (plain, unfinished, packed):
+                file.unlink(missing_ok=True)
