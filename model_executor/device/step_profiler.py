@@ -11,6 +11,9 @@ from pathlib import Path
 
 from torch.autograd.profiler import profile, record_function
 
+_MAX_END_BYTES = 8192
+"""The end of a trace has its path, which has at most 4096 bytes."""
+
 
 class StepProfiler:
     """A recording that begins when it is made.
@@ -45,7 +48,7 @@ class StepProfiler:
         try:
             plain.touch()  # torch raises no OSError for a folder that cannot be written to
             self._profile.export_chrome_trace(str(plain))
-            if not plain.stat().st_size:  # nor for a full disk: it only logs a line
+            if not _is_whole(plain):  # nor for a full disk
                 raise OSError(errno.EIO, "torch could not write it; the disk may be full")
             with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=4) as target:
                 shutil.copyfileobj(source, target)
@@ -53,3 +56,11 @@ class StepProfiler:
         finally:
             for file in (plain, unfinished, packed):
                 file.unlink(missing_ok=True)
+
+
+def _is_whole(plain: Path) -> bool:
+    """Whether torch's trace has its end: an object whose last field is `traceName`."""
+    with plain.open("rb") as file:
+        file.seek(max(0, plain.stat().st_size - _MAX_END_BYTES))
+        end = file.read(_MAX_END_BYTES).rstrip()
+    return b'"traceName"' in end and end.endswith(b"}")
