@@ -64,14 +64,18 @@ class PauseControl:
         self._on_pause()
 
     async def end(self) -> None:
-        """Generation continues. Raises EngineDead and EngineRestarting; then the pause continues.
+        """Generation continues. Does nothing without a pause. Raises EngineDead and EngineRestarting; then the pause
+        continues.
 
         A caller that is cancelled does not stop that, as in `begin`.
         """
         await asyncio.shield(asyncio.create_task(self._end()))
 
     async def _end(self) -> None:
-        await self._calls.ask(self._link(), ContinueReq, PauseReply)
+        link = self._link()
+        if not self.is_wanted:
+            return  # an update of the weights may have paused the engine
+        await self._calls.ask(link, ContinueReq, PauseReply)
         if self.is_on:
             self._paused_s += time.monotonic() - self._paused_at
         self.is_on = False

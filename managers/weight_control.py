@@ -85,8 +85,8 @@ class WeightControl:
 
         If generation is not paused, running requests end first, and new ones wait. `version`: None: a name that no
         other weights have. `dtype`: of the engine. Raises InvalidRequest for weights that do not suit the engine,
-        EngineBusy during another update and if requests still run after `drain_timeout_s`, EngineDead, EngineRestarting
-        and TercetError. After an error the old weights are in use.
+        EngineBusy during another update, if requests still run after `drain_timeout_s`, or if a pause has ended or left
+        requests their KV, EngineDead, EngineRestarting and TercetError. After an error the old weights are in use.
         """
         if self.is_updating:
             raise EngineBusy("the weights are being updated already")
@@ -110,6 +110,8 @@ class WeightControl:
             reply = await self._load(model_path, load_format, version)
             if reply.refusal is not None:
                 raise InvalidRequest(reply.refusal, param="model_path")
+            if reply.busy is not None:
+                raise EngineBusy(reply.busy)
             if reply.failure is not None:
                 raise TercetError(reply.failure)
             self.use(model_path, load_format, version, dtype)

@@ -43,12 +43,12 @@ class WeightUpdates:
         if self._load is None:
             return UpdateWeightsReply(message.call_id, refusal="this engine can load no other weights")
         if not is_paused:
-            return UpdateWeightsReply(message.call_id, refusal="generation was continued before the update")
+            return UpdateWeightsReply(message.call_id, busy="generation was continued before the update; try again")
         num_holders = len(self._queues.holders())
         if num_holders:
             return UpdateWeightsReply(
                 message.call_id,
-                refusal=f"{num_holders} requests keep KV of the old weights; pause generation with the mode retract or "
+                busy=f"{num_holders} requests keep KV of the old weights; pause generation with the mode retract or "
                 "abort",
             )
         try:

@@ -23,14 +23,16 @@ class UpdateWeightsReq(msgspec.Struct, frozen=True, tag="update_weights"):
 
 
 class UpdateWeightsReply(msgspec.Struct, frozen=True, tag="weights"):
-    """An UpdateWeightsReq has taken effect. With `refusal` or `failure` the old weights are in use as before."""
+    """An UpdateWeightsReq has taken effect. With `refusal`, `failure` or `busy` the old weights stay in use."""
 
     call_id: int
     num_waiting: int = 0
     """Requests that wait, and go on with the new weights."""
     refusal: str | None = None
-    """Why the request cannot be met: the weights do not suit the engine, or it is busy."""
+    """Why the engine does not take these weights."""
     failure: str | None = None
     """What failed in the engine."""
+    busy: str | None = None
+    """Why the engine can load no weights now."""
     facts: WeightFacts | None = None
     """About the new weights; None if the old ones are in use."""

@@ -195,8 +195,8 @@ class Engine:
         /update_weights_from_disk.
 
         Running requests end first, unless generation is paused. Raises InvalidRequest for weights that do not suit the
-        engine, and EngineBusy if requests still run after `drain_timeout` seconds (default 60). After an error the old
-        weights are in use.
+        engine, and EngineBusy if requests still run after `drain_timeout` seconds (default 60) or keep KV of the old
+        weights in the pause. After an error the old weights are in use.
         """
         path = str(Path(model_path).resolve())
         body = {

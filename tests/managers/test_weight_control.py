@@ -10,6 +10,7 @@ import pytest
 from fake_http import FakeScheduler, make_manager
 
 from tercet.managers.generation import Generation
+from tercet.managers.request_registry import Prompt
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.managers.weight_control import WeightControl
 from tercet.srt.errors import EngineBusy, EngineRestarting, InvalidRequest, TercetError
@@ -24,7 +25,7 @@ OPTIONS = RequestOptions(sampling=SamplingParams(max_new_tokens=4), stream=True)
 
 
 class Engine:
-    """A manager with a fake scheduler that loads weights. `refusal`, `failure`: its answer."""
+    """A manager with a fake scheduler that loads weights. `refusal`, `failure`, `busy`: its answer."""
 
     def __init__(self, **settings: Any) -> None:
         self.scheduler = FakeScheduler()
@@ -32,12 +33,15 @@ class Engine:
         self.updates: list[UpdateWeightsReq] = []
         self.refusal: str | None = None
         self.failure: str | None = None
+        self.busy: str | None = None
         self.scheduler.answers[UpdateWeightsReq] = self._answer
 
     def _answer(self, message: UpdateWeightsReq) -> UpdateWeightsReply:
         assert self.scheduler.is_paused
         self.updates.append(message)
-        return UpdateWeightsReply(message.call_id, 0, self.refusal, self.failure, facts=NEW_WEIGHTS)
+        return UpdateWeightsReply(
+            message.call_id, refusal=self.refusal, failure=self.failure, busy=self.busy, facts=NEW_WEIGHTS
+        )
 
     def update(
         self, version: str | None = "2", *, abort_all: bool = False, **timeout: float
@@ -125,6 +129,18 @@ def test_requests_that_run_too_long_keep_the_old_weights() -> None:
     asyncio.run(work())
 
 
+def test_a_request_whose_prompt_is_not_ready_delays_no_update() -> None:
+    async def work() -> None:
+        engine = Engine()
+        request = engine.manager.open([Prompt(content="hi", options=OPTIONS)])
+        await engine.update(drain_timeout_s=0.0)
+        await engine.manager.start(request.prompts[0])
+        (generation,) = request.prompts[0].generations
+        assert (await generation.result()).finish == LengthFinish(4) and generation.weight_version == "2"
+
+    asyncio.run(work())
+
+
 def test_requests_may_be_aborted_instead() -> None:
     async def work() -> None:
         engine = Engine()
@@ -171,7 +187,9 @@ def test_a_pause_that_begins_while_weights_are_loaded_goes_on_after_them() -> No
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(("kind", "error"), [("refusal", InvalidRequest), ("failure", TercetError)])
+@pytest.mark.parametrize(
+    ("kind", "error"), [("refusal", InvalidRequest), ("failure", TercetError), ("busy", EngineBusy)]
+)
 def test_after_an_error_the_old_weights_serve(kind: str, error: type[TercetError]) -> None:
     async def work() -> None:
         engine = Engine()
@@ -201,6 +219,34 @@ def test_a_caller_that_gives_up_leaves_the_version_of_the_weights_in_use() -> No
         assert (await waiting.result()).finish == LengthFinish(4)
         assert waiting.weight_version == engine.manager.weights.version == "2"
         assert not engine.scheduler.is_paused and not engine.manager.weights.is_holding
+
+    asyncio.run(work())
+
+
+def test_an_update_during_a_restart_does_not_wait_for_requests_that_no_engine_has() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.scheduler.gate = True
+        running = await engine.submit()
+        engine.manager.on_death(None)
+        with pytest.raises(EngineRestarting):
+            await engine.update(drain_timeout_s=0.0)
+        assert not engine.manager.weights.is_holding and not engine.manager.weights.is_updating
+        running.close()
+
+    asyncio.run(work())
+
+
+def test_a_client_that_continues_without_a_pause_does_not_disturb_an_update() -> None:
+    async def work() -> None:
+        engine = Engine()
+        updating = asyncio.create_task(engine.update())
+        while not engine.scheduler.pauses:
+            await asyncio.sleep(0)
+        await engine.manager.pause.end()
+        await updating
+        assert [type(one) for one in engine.scheduler.pauses] == [PauseReq, ContinueReq]
+        assert engine.manager.weights.version == "2"
 
     asyncio.run(work())
 

@@ -114,16 +114,16 @@ def test_what_is_computed_of_a_prompt_is_of_one_model() -> None:
 def test_weights_do_not_change_under_requests_with_kv() -> None:
     loader = Loader()
     rig = Rig(load_weights=loader)
-    assert "continued" in (update(rig).refusal or "")
+    assert "continued" in (update(rig).busy or "")
     rig.add("a", PROMPT, max_new_tokens=30)
     while len(rig.heard["a"].ids) < 3:
         rig.turn()
     rig.inbox.messages.append(PauseReq(1, True))  # the pause is beginning: a step is in flight
-    assert "continued" in (update(rig).refusal or "")
+    assert "continued" in (update(rig).busy or "")
     rig.inbox.messages.append(ContinueReq(2))
     rig.turn()
     pause(rig)
-    assert "1 requests keep KV" in (update(rig).refusal or "")
+    assert "1 requests keep KV" in (update(rig).busy or "")
     assert not loader.loaded
     rig.inbox.messages.append(ContinueReq(3))
     rig.run()
