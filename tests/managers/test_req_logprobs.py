@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_rig import Heard, Rig
 
-from fakes import expected_input, expected_logprobs, expected_output
+from fakes import expected_input, expected_logprobs, expected_output, score
 from tercet.managers.req_logprobs import ReqLogprobs
 from tercet.srt.io_struct import AbortFinish
 from tercet.srt.logprobs import LogprobOptions, Logprobs, NewLogprobs
@@ -126,9 +126,22 @@ def test_an_aborted_request_has_what_was_computed() -> None:
     assert every.own.startswith(news.input.own) and every.top.startswith(news.input.top)
 
 
+@given(st.integers(1, 5), st.data())
+def test_dropped_tokens_have_no_log_probabilities(num_made: int, data: st.DataObject) -> None:
+    """A step may have made tokens behind a stop string."""
+    one = ReqLogprobs(TOP, np.arange(1, dtype=np.int32))
+    made = [score([1, token], token, TOP, VOCAB) for token in range(num_made)]
+    for part in made:
+        one.add_output(part)
+    num_kept = data.draw(st.integers(0, num_made))
+    assert one.take(num_kept).output == Logprobs.concat(made[:num_kept])
+    assert one.take(0).output == Logprobs()
+
+
 def test_parts_are_joined_in_order() -> None:
     parts = [Logprobs(b"abcd", b"efgh", b"ijkl"), Logprobs(b"mnop", b"qrst", b"uvwx")]
     assert Logprobs.concat(parts) == Logprobs(b"abcdmnop", b"efghqrst", b"ijkluvwx")
     assert len(Logprobs.concat(parts)) == 2 and Logprobs.concat([]) == Logprobs()
     news = [NewLogprobs(parts[0], parts[1]), NewLogprobs(None, parts[0])]
     assert NewLogprobs.joined(news) == NewLogprobs(parts[0], Logprobs.concat([parts[1], parts[0]]))
+    assert NewLogprobs.joined(news[1:] * 2).input is None

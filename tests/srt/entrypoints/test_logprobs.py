@@ -12,9 +12,9 @@ from fake_results import fake_logprobs
 from tokenizers.processors import TemplateProcessing
 
 from tercet.srt.entrypoints import sse
-from tercet.srt.entrypoints.openai.logprobs import _finite
-from tercet.srt.io_struct import AbortFinish, GenerateReq
-from tercet.srt.logprobs import MAX_INPUT_VALUES, NewLogprobs
+from tercet.srt.entrypoints.openai.logprobs import CompletionLogprobWriter, _finite
+from tercet.srt.io_struct import AbortFinish, Counts, GenerateReq, TextOut, TokenOut
+from tercet.srt.logprobs import MAX_INPUT_VALUES, LogprobOptions, Logprobs, NewLogprobs
 
 HI = [{"role": "user", "content": "a"}]
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -187,6 +187,16 @@ def test_tokens_of_an_echo_are_where_its_text_has_them(
     assert choice["logprobs"]["text_offset"] == offsets
 
 
+@pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1]), (False, [0, 1, 6])])
+def test_generated_special_tokens_take_place_in_a_text_that_shows_them(skip: bool, offsets: list[int]) -> None:
+    writer = CompletionLogprobWriter(byte_tokenizer(), LogprobOptions(), skip_special_tokens=skip, prompt_is_text=False)
+    new = NewLogprobs(None, Logprobs(own=bytes(4 * 3)))
+    ids = [97, BOS_TOKEN, 98]
+    tokens = TokenOut(rid="a", token_ids=ids, finish=None, counts=Counts(1, 3), logprobs=new)
+    text = "ab" if skip else "a<bos>b"
+    assert writer.write(TextOut(tokens=tokens, text=text)).text_offset == offsets
+
+
 def test_a_token_that_is_added_before_a_text_is_at_its_beginning(site: Site) -> None:
     """The echo is the client's own text, which lacks the added tokens."""
     tokenizer = site.manager.inputs.tokenizer = byte_tokenizer()
@@ -282,8 +292,11 @@ def test_an_echo_that_is_aborted_lists_what_was_computed(
 
     monkeypatch.setattr(fake_http, "fake_logprobs", partial)
     site.scheduler.fail = (0, AbortFinish("asked for"))
-    (choice,) = site.good(COMPLETIONS, {"prompt": "abc", "echo": True, "logprobs": 0})["choices"]
+    (choice,) = site.good(COMPLETIONS, {"prompt": "abcd", "echo": True, "logprobs": 0})["choices"]
     assert (choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]) == (tokens, offsets)
+    listed = native(site, logprob_start_len=0).get("input_token_logprobs", [])
+    assert [entry[1] for entry in listed] == [ord(token) for token in tokens]
+    assert [entry[0] for entry in listed] == [None, -98 / 4][: len(tokens)]
 
 
 def test_the_engine_computes_those_of_the_prompt_only_for_an_echo(site: Site) -> None:
