@@ -13,7 +13,7 @@ from scheduler_rig import Rig
 from fakes import FakeClock
 from tercet.managers.fair_policy import FairPolicy, make_policy
 from tercet.managers.req import Req
-from tercet.managers.tenant_queue import TenantQueue
+from tercet.managers.tenant_queue import TenantLevel, TenantQueue
 from tercet.managers.tenant_shares import TenantShares
 from tercet.srt.errors import QueueFull
 from tercet.srt.io_struct import AbortFinish
@@ -102,6 +102,10 @@ def test_of_a_full_queue_the_tenant_with_the_most_places_gives_way(
 
 def test_places_count_by_weight_and_of_equals_who_has_had_most_gives_way() -> None:
     assert refused(filled("aaaabb", weights={"a": 4.0}), of("c", 99)) == 5
+    assert refused(filled("aaaab", weights={"b": 2.0}), of("b", 99)) == 3
+    assert refused(filled("aab", weights={"b": 2.0}), of("b", 99)) == 1  # b would have 2 places for 2 shares
+    assert refused(filled("aabb", weights={"b": 0.5}), of("a", 99)) == 3  # a would have 3 for 1, and b has 4
+    assert refused(filled("aaabb", weights={"b": 0.5}), of("a", 99)) is None
     queue = filled("aabb")
     queue._shares_of(0).charge("a", 10)
     assert refused(queue, of("c", 99)) == 1
@@ -151,6 +155,11 @@ def test_the_tenant_with_the_most_places_is_known_after_any_changes(changes: lis
         elif waiting:
             queue.remove(waiting.pop(len(waiting) // 2))
     places = {name: sum(req.tenant == name for req in waiting) / weights.get(name, 1.0) for name in "abcde"}
+    for level in queue.levels():
+        assert isinstance(level, TenantLevel)
+        grouped = {(name, number) for number, names in level._by_places.items() for name in names}
+        assert grouped == {(name, number) for name, number in places.items() if number}
+        assert all(level._by_places.values()), "it forgets the numbers that no tenant has"
     found = queue.gives_way_to(of("new", 99))
     if max(places.values()) <= 1:
         assert found is None

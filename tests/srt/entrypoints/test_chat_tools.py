@@ -44,6 +44,7 @@ def joined(events: Sequence[Any], index: int = 0) -> dict[str, Any]:
         for choice in event["choices"]:
             if choice["index"] != index:
                 continue
+            assert message.get("finish_reason") is None, "only the last delta has it"
             delta = choice["delta"]
             message["content"] += delta.get("content", "")
             message["reasoning_content"] += delta.get("reasoning_content", "")
