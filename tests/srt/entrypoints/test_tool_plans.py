@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fake_http import Site, byte_tokenizer, with_template
+from fake_http import TEMPLATE, Site, byte_tokenizer, with_template
 
 from tercet.srt.grammar_spec import ReasoningSpan
 from tercet.srt.text.tokenizer import Tokenizer
@@ -148,3 +148,22 @@ def test_each_end_of_reasoning_must_be_a_token(known: int, has_span: bool) -> No
         site.good(PATH, {**HI, "response_format": {"type": "json_object"}})
         span = site.scheduler.received[-1].options.reasoning
         assert span == (ReasoningSpan((), (1, 2)) if has_span else None)
+
+
+@pytest.mark.parametrize(
+    ("skip", "content", "shown_tokens"), [(True, "ab", [259, 258]), (False, "a<|python_end|>b", [])]
+)
+def test_an_end_that_is_a_special_token_is_content_only_if_these_are(
+    skip: bool, content: str, shown_tokens: list[int]
+) -> None:
+    with serving(tool_call_parser="pythonic") as site:
+        site.manager.inputs.tokenizer = with_template(TEMPLATE, "<|python_start|>", "<|python_end|>")
+        site.scheduler.say("a<|python_end|>b")
+        (choice,) = site.good(PATH, {**HI, "tools": [tool("f")], "skip_special_tokens": skip})["choices"]
+        assert choice["message"]["content"] == content
+        assert site.scheduler.received[-1].options.shown_tokens == shown_tokens
+
+
+@pytest.mark.parametrize("kind", ["object", ["object"], ["null", "object"]])
+def test_parameters_are_an_object(site: Site, kind: Any) -> None:
+    site.good(PATH, {**HI, "tools": [tool("f", parameters={"type": kind})]})
