@@ -107,6 +107,24 @@ def test_a_request_is_counted_as_its_tokens_come() -> None:
     assert seen.generation.timings.decode_throughput == 2.0
 
 
+def test_prompt_tokens_are_counted_by_the_place_where_their_kv_was() -> None:
+    seen = Observed(tenant="ann")
+    counts = Counts(90, 1, cached_tokens=80, queue_time_s=0.5, host_tokens=30, storage_tokens=45)
+    for _ in range(2):
+        tokens = TokenOut(rid="0", token_ids=[], finish=None, counts=counts)
+        seen.generation.push(TextOut(tokens=tokens, text=""))
+    metrics = seen.metrics
+    found = (metrics.prompt_tokens, metrics.device_tokens, metrics.host_tokens, metrics.storage_tokens)
+    assert found == (90, 5, 30, 45) and metrics.tenant("ann").prefill_tokens == 10
+
+
+def test_messages_that_are_counted_are_forgotten() -> None:
+    seen = Observed()
+    for num_tokens in range(1, 9):
+        seen.push(1.0, num_tokens)
+        assert not seen.metrics._followed
+
+
 class BusyMetrics(RequestMetrics):
     """The event loop counts a request after so many reads of the page, which another thread makes."""
 
