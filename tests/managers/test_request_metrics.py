@@ -118,6 +118,24 @@ def test_prompt_tokens_are_counted_by_the_place_where_their_kv_was() -> None:
     assert found == (90, 5, 30, 45) and metrics.tenant("ann").prefill_tokens == 10
 
 
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_of_a_stream_of_another_server_only_what_is_new_is_counted(num_before: int) -> None:
+    seen = Observed()
+    metrics = seen.metrics
+    seen.clock.now = 5.0
+    tokens = TokenOut(rid="0", token_ids=[], finish=None, counts=Counts(3, num_before))
+    seen.generation.restore(TextOut(tokens=tokens, text="abcd"), 1, 0.5 if num_before else None)
+    seen.push(2.0, num_before + 2)
+    seen.push(1.0, num_before + 3, LengthFinish(num_before + 3))
+    assert (metrics.generation_tokens, metrics.num_requests, metrics.prompt_tokens) == (3, 1, 0)
+    assert sum(metrics.time_to_first_token.counts) == (0 if num_before else 1)
+    assert metrics.inter_token_latency.total == (3.0 if num_before else 1.0)
+    timings = seen.generation.timings
+    assert timings is not None and timings.decode_throughput == 1.0
+    assert (timings.prefill_time is None) == (num_before > 0)
+    assert seen.generation.num_recoveries == 1
+
+
 def test_messages_that_are_counted_are_forgotten() -> None:
     seen = Observed()
     for num_tokens in range(1, 9):
