@@ -59,6 +59,22 @@ async def test_suspects_that_wait_for_their_trials_end_before_the_update(engine:
 
 
 @scenario
+async def test_in_a_pause_suspects_that_wait_for_their_trials_go_on_with_the_new_weights(engine: Engine) -> None:
+    first, second = await engine.submit_different(2)
+    engine.step(2)
+    engine.die(Blame({first.key: 2, second.key: 2}))
+    engine.restart()
+    engine.scheduler.answers[UpdateWeightsReq] = loaded_weights
+    await engine.manager.pause.begin("retract")
+    assert second.waits_for_engine and second.output_ids
+    await asyncio.wait_for(update(engine.manager), PATIENCE_S)
+    await engine.manager.pause.end()
+    engine.step(80)
+    for one in (first, second):
+        assert (await one.result()).text == text_of(40) and one.weight_version == "new"
+
+
+@scenario
 async def test_new_requests_wait_for_the_update_also_after_a_restart(engine: Engine) -> None:
     (running,) = await engine.submit(1)
     engine.step(2)

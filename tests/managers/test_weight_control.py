@@ -72,6 +72,17 @@ def test_an_update_pauses_loads_and_continues() -> None:
     asyncio.run(work())
 
 
+def test_a_tokenizer_of_its_own_stays_and_equal_settings_are_an_update() -> None:
+    async def work() -> None:
+        engine = Engine(tokenizer_path="/t")
+        for number in range(1, 3):
+            await engine.update()
+            assert engine.manager.weights.num_updates == number
+            assert engine.manager.server_args.tokenizer_path == "/t"
+
+    asyncio.run(work())
+
+
 def test_weights_without_a_name_get_one_of_their_own() -> None:
     async def work() -> None:
         engine = Engine()
