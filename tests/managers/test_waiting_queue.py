@@ -109,3 +109,6 @@ def test_who_has_output_or_ends_anyway_does_not_give_way() -> None:
     assert refused is not None and refused.arrival == 0
     queue.remove(refused)
     assert queue.gives_way_to(of(9, 1)) is None
+    queue.add(of(4, 1))
+    refused = queue.gives_way_to(of(9, 2))
+    assert refused is not None and refused.arrival == 4, "no less urgent one may be refused"
