@@ -51,7 +51,7 @@ class Observed:
         finish: FinishReason | None = None,
         *,
         cached: int = 0,
-        queue_s: float = 0.5,
+        queue_s: float | None = 0.5,
     ) -> None:
         self.clock.now += after_s
         self.metrics.begin_message()
@@ -59,7 +59,7 @@ class Observed:
         self.metrics.end_message()
 
     def push_in_message(
-        self, num_tokens: int, finish: FinishReason | None = None, *, cached: int = 0, queue_s: float = 0.5
+        self, num_tokens: int, finish: FinishReason | None = None, *, cached: int = 0, queue_s: float | None = 0.5
     ) -> None:
         counts = Counts(3, num_tokens, cached, 0, queue_s if finish is not None else None)
         tokens = TokenOut(rid="0", token_ids=[], finish=finish, counts=counts)
@@ -134,6 +134,37 @@ def test_of_a_stream_of_another_server_only_what_is_new_is_counted(num_before: i
     assert timings is not None and timings.decode_throughput == 1.0
     assert (timings.prefill_time is None) == (num_before > 0)
     assert seen.generation.num_recoveries == 1
+
+
+def test_an_output_without_new_tokens_and_an_output_after_the_end_count_nothing() -> None:
+    seen = Observed()
+    seen.push(1.0, 1)
+    seen.push(1.0, 1)
+    seen.push(1.0, 2, LengthFinish(2))
+    for _ in range(2):
+        assert (seen.metrics.generation_tokens, seen.metrics.num_requests) == (2, 1)
+        assert seen.metrics.inter_token_latency.total == 2.0
+        seen.push(1.0, 2, AbortFinish("too late"))
+
+
+def test_tokens_that_all_came_at_once_have_no_rate() -> None:
+    seen = Observed()
+    seen.push(1.0, 1)
+    seen.push(0.0, 3, LengthFinish(3))
+    assert seen.generation.timings is not None and seen.generation.timings.decode_throughput is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "queue_s", "is_counted"), [(0, None, False), (0, 0.5, True), (1, None, True), (1, 0.5, True)]
+)
+def test_of_a_request_without_a_step_neither_prompt_nor_time_is_counted(
+    num_tokens: int, queue_s: float | None, is_counted: bool
+) -> None:
+    seen = Observed()
+    seen.push(1.0, num_tokens, AbortFinish("refused"), queue_s=queue_s)
+    assert seen.metrics.prompt_tokens == (3 if is_counted else 0)
+    assert sum(seen.metrics.e2e_request_latency.counts) == is_counted
+    assert seen.metrics.num_requests == seen.metrics.num_aborted == 1
 
 
 def test_messages_that_are_counted_are_forgotten() -> None:
