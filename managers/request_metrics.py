@@ -235,9 +235,7 @@ class ObservedGeneration(Generation):
             self._count_end(out)
 
     def _tenant(self) -> TenantCounts:
-        # The request of a continued stream has the tenant that began the stream.
-        options = self._owner.options if self.request is None else self.request.options
-        return self._metrics.tenant(options.tenant)
+        return self._metrics.tenant(self._owner.options.tenant)
 
     def _count_prompt(self, counts: Counts) -> None:
         if not counts.completion_tokens and counts.queue_time_s is None:
