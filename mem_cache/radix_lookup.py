@@ -41,9 +41,14 @@ class RadixLookup(Lookup):
         """Whether the prefix is in the tree and the edge of its last node is as it was."""
         return len(self._node.tokens) == self._edge_len and self._num_cuts == self._cache.num_cuts
 
-    def begin(self) -> RadixNode | None:
-        """The node at whose end another look-up of the same tokens may begin, after `length` of them; None: no node."""
-        return self._node if self.length and self._next_key is not None and self._is_in_tree() else None
+    def end(self) -> tuple[RadixNode, int] | None:
+        """The node at whose end the prefix ends, and its length. Another look-up of the same tokens may begin there.
+
+        None if the prefix is empty, cannot grow there, or may have left the tree.
+        """
+        if self.length and self._next_key is not None and self._is_in_tree():
+            return self._node, self.length
+        return None
 
 
 def find(root: RadixNode, tokens: Int32Array, namespace: str, page_size: int) -> tuple[list[RadixNode], int, int]:
@@ -79,9 +84,8 @@ def look_up(
 ) -> RadixLookup:
     """See BasePrefixCache."""
     key = namespace_key(namespace)
-    begin = None if earlier is None else earlier.begin()
-    start = 0 if earlier is None or begin is None else earlier.length
-    last = begin or root.children.get(key)
+    known = None if earlier is None else earlier.end()
+    last, start = known or (root.children.get(key), 0)
     if last is None:
         return RadixLookup(cache, 0, root, key)
     path, length, matched_in_last = _walk(last, tokens, start, cache.page_size)

@@ -1,7 +1,7 @@
 """The memory that a step takes on a CPU in addition to weights, K and V, computed from shapes.
 
-On a GPU it is measured (warmup.py), and only that of torch's attention is computed, too. On a CPU the largest step
-would take minutes.
+On a GPU it is measured (warmup.py), and only the memory of torch's attention is also computed. On a CPU the largest
+step would take minutes.
 """
 
 from __future__ import annotations
