@@ -170,12 +170,10 @@ inline void store_values(int8_t* to, Vec x) {
   std::memcpy(to, &narrow, sizeof(narrow));
 }
 
-/// Rounds neighbouring groups of x to the nearest multiples of a 127th of their largest magnitude. At most kLanes groups,
-/// because a reduction of a whole vector takes as long as that of kLanes vectors to one number each.
-///
-/// values[i], groups[i]: where the values of group i go, and what belongs to it.
+/// Rounds `count` neighbouring groups of x to the nearest multiples of a 127th of their largest magnitude. At most kLanes
+/// groups, because a reduction of a whole vector takes as long as that of kLanes vectors to one number each.
 template <typename T, typename Value>
-inline void quantize_groups(const T* x, int64_t count, Value* const* values, RowGroup* const* groups) {
+inline void quantize_groups(const T* x, int64_t count, Value* values, RowGroup* groups) {
   constexpr int64_t kPairs = kGroup / kPanel;
   const auto larger = [](Vec a, Vec b) { return at::vec::clamp_min(a, b); };
   const auto add = [](Vec a, Vec b) { return a + b; };
@@ -190,9 +188,8 @@ inline void quantize_groups(const T* x, int64_t count, Value* const* values, Row
     parts[i] = to_floats(largest);
   }
   const Vec largest = reduce_each(parts, larger);
-  float inverses[kLanes], scales[kLanes], sums[kLanes], offset_sums[kLanes];
+  float inverses[kLanes];
   Vec::blendv(Vec(0.f), Vec(127.f) / largest, largest > Vec(1e-30f)).store(inverses);
-  (largest / Vec(127.f)).store(scales);
   // The sums of the values that multiply weights stored as w + 128. With rows of bytes, these are all values.
   constexpr bool kSomeHaveOffsets = kOddBytesAreSigned && std::is_same_v<Value, int16_t>;
   [[maybe_unused]] Floats offset_parts[kSomeHaveOffsets ? kLanes : 1] = {};
@@ -202,45 +199,40 @@ inline void quantize_groups(const T* x, int64_t count, Value* const* values, Row
     for (int64_t p = 0; p < kPairs; ++p) {
       const FloatPair pair = load_pair(x + i * kGroup + p * kPanel);
       const FloatPair rounded{(pair.left * inverse).round(), (pair.right * inverse).round()};
-      store_values(values[i] + p * kPanel, rounded.left);
-      store_values(values[i] + p * kPanel + kLanes, rounded.right);
+      store_values(values + i * kGroup + p * kPanel, rounded.left);
+      store_values(values + i * kGroup + p * kPanel + kLanes, rounded.right);
       sum = sum + (rounded.left + rounded.right);
     }
     parts[i] = to_floats(sum);
     if constexpr (kSomeHaveOffsets) offset_parts[i] = to_floats(Vec::blend<0b01010101>(Vec(0.f), sum));
   }
   for (int64_t i = count; i < kLanes; ++i) parts[i] = Floats{};  // the other reduction overwrote them
-  reduce_each(parts, add).store(sums);
-  if constexpr (kSomeHaveOffsets) reduce_each(offset_parts, add).store(offset_sums);
-  const float* offsets = kSomeHaveOffsets ? offset_sums : sums;
+  const Vec sum = reduce_each(parts, add), is_number = sum == sum;  // NaN if x has a NaN or an infinity
+  Vec offset_sum = sum;
+  if constexpr (kSomeHaveOffsets) offset_sum = reduce_each(offset_parts, add);
+  const Vec scale = Vec::blendv(sum, largest / Vec(127.f), is_number);
+  const Ints offset = -128 * __builtin_convertvector(to_floats(Vec::blendv(Vec(0.f), offset_sum, is_number)), Ints);
+  float scales[kLanes], sums[kLanes];
+  int32_t offsets[kLanes];
+  scale.store(scales);
+  (scale * sum).store(sums);
+  std::memcpy(offsets, &offset, sizeof(offsets));
   for (int64_t i = 0; i < count; ++i) {
-    const float sum = sums[i];
+    groups[i] = {scales[i], sums[i], offsets[i]};
     asm volatile("");  // else GCC vectorises this loop, with scatters, which take longer
-    // The sum is NaN if x has a NaN or an infinity.
-    *groups[i] = sum != sum ? RowGroup{sum, sum, 0}
-                            : RowGroup{scales[i], scales[i] * sum, -128 * static_cast<int32_t>(offsets[i])};
   }
 }
 
 /// x: [rows, k], k a multiple of kGroup.
 template <typename T, typename Value>
 void quantize_rows(const T* x, int64_t rows, const QuantizedRows<Value>& to) {
+  const int64_t groups = to.k / kGroup, parts = ceil_div(groups, kLanes);
   for_each_row_block(rows, to.k, [&](int64_t first, int64_t end) {
-    Value *values[kLanes], *next_values = to.values(first);
-    RowGroup *groups[kLanes], *next_groups = to.groups(first);
-    int64_t left_in_row = to.k / kGroup, left = (end - first) * left_in_row;
-    for (const T* from = x + first * to.k; left > 0; from += kLanes * kGroup, left -= kLanes) {
-      const int64_t count = std::min(kLanes, left);
-      for (int64_t i = 0; i < count; ++i) {
-        values[i] = next_values;
-        groups[i] = next_groups++;
-        next_values += kGroup;
-        if (--left_in_row > 0) continue;
-        next_values = reinterpret_cast<Value*>(next_groups);  // the next row
-        next_groups = reinterpret_cast<RowGroup*>(next_values + to.k);
-        left_in_row = to.k / kGroup;
+    for (int64_t row = first; row < end; ++row) {
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t begin = groups * part / parts, count = groups * (part + 1) / parts - begin;
+        quantize_groups(x + row * to.k + begin * kGroup, count, to.values(row) + begin * kGroup, to.groups(row) + begin);
       }
-      quantize_groups(from, count, values, groups);
     }
   });
 }
@@ -323,29 +315,30 @@ struct QuantizedPacked : PanelsOfGroups<kBytesOfGroup<Dot<Weights>>> {
     };
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes, values += kGroup, row_group += sizeof(RowGroup)) {
       prefetcher(kGroup / kPerWord);  // once a group, so that GCC unrolls the words
-      typename D::Sums products[kRows][2] = {};
-      if constexpr (!D::kHasMin)
-        unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + group_of(r).offset; });
-      multiply_panel<D, kRows>(values, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products);
       const auto* header = reinterpret_cast<const at::Half*>(weights);
-      const FloatPair scales = load_pair(header);
-      const auto add_scaled = [&](int64_t r, int side, Vec scale) __attribute__((always_inline)) {
-        sums[r][side] +=
-            to_floats(scale) * group_of(r).scale * __builtin_convertvector(D::total(products[r][side]), Floats);
-      };
-      unrolled<kRows>([&](auto r) {
-        add_scaled(r, 0, scales.left);
-        add_scaled(r, 1, scales.right);
-      });
+      typename D::Sums products[kRows][2] = {};
       if constexpr (D::kHasMin) {
         const FloatPair minima = load_pair(header + kPanel);
         unrolled<kRows>([&](auto r) {
           sums[r][0] += to_floats(minima.left) * group_of(r).sum;
           sums[r][1] += to_floats(minima.right) * group_of(r).sum;
         });
+      } else {
+        unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + group_of(r).offset; });
       }
+      multiply_panel<D, kRows>(values, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products);
+      const FloatPair scales = load_pair(header);
+      const auto add_scaled = [&](int64_t r, int side, Vec scale) __attribute__((always_inline)) {
+        const auto total = __builtin_convertvector(D::total(products[r][side]), Floats);
+        sums[r][side] += to_floats(scale) * (group_of(r).scale * total);
+      };
+      unrolled<kRows>([&](auto r) {
+        add_scaled(r, 0, scales.left);
+        add_scaled(r, 1, scales.right);
+      });
     }
-    add_part<false>(row_sums, sums);
+    // For a loop, GCC copies the sums on the stack first.
+    unrolled<2 * kRows>([&](auto i) { row_sums[i / 2][i % 2] = sums[i / 2][i % 2]; });
   }
 };
 

@@ -67,10 +67,10 @@ inline void store_values(int16_t* to, Vec x) {
   "vbroadcastss " address ", %%ymm14\n\t"           \
   "vcvtdq2ps " left ", " left "\n\t"                \
   "vcvtdq2ps " right ", " right "\n\t"              \
-  "vmulps %%ymm12, %%ymm14, %%ymm15\n\t"            \
-  "vmulps %%ymm13, %%ymm14, %%ymm14\n\t"            \
-  "vfmadd213ps 64 * " #r "(%[sums]), %%ymm15, " left "\n\t"         \
-  "vfmadd213ps 64 * " #r " + 32(%[sums]), %%ymm14, " right "\n\t"   \
+  "vmulps " left ", %%ymm14, " left "\n\t"           \
+  "vmulps " right ", %%ymm14, " right "\n\t"         \
+  "vfmadd213ps 64 * " #r "(%[sums]), %%ymm12, " left "\n\t"         \
+  "vfmadd213ps 64 * " #r " + 32(%[sums]), %%ymm13, " right "\n\t"   \
   "vmovaps " left ", 64 * " #r "(%[sums])\n\t"      \
   "vmovaps " right ", 64 * " #r " + 32(%[sums])\n\t"
 

@@ -131,11 +131,19 @@ struct FloatPair {
 
 /// kLanes numbers as floats. ATen's conversion of a vector of bfloat16 also stores it four times.
 inline Vec load_wide(const at::BFloat16* from) {
+#if defined(__AVX512F__)
+  const auto words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+#elif defined(__AVX2__)
+  const auto words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+#else
   typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
   typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
   Halves halves;
   std::memcpy(&halves, from, sizeof(halves));
   return to_vec(reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16));
+#endif
 }
 
 #if defined(__AVX512F__) || defined(__F16C__)
