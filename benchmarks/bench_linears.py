@@ -2,11 +2,12 @@
 
     python -m tercet.benchmarks.bench_linears [--model-path smollm2-135m] [--batch-size 1,4,16,64] [--kinds bf16,...]
 
-A step runs every linear layer of the model once, in order, and then the output head. It has no other operations. With
---prefill, the rows are the tokens of one prompt, and the head multiplies only the last one. All kinds multiply the same
-random weights with the same random inputs, in alternating order. The ceilings are measured in the same run: memory
-reads, and the processor's best instruction for products of the same type (or torch's product of large matrices, if that
-is faster).
+A step runs every linear layer of the model once, in order, and then the output head. It has no other operations. It is
+recorded and run again, as in a server. Only torch's operations (kinds "oneDNN") are called one by one. With --prefill,
+the rows are the tokens of one prompt, and the head multiplies only the last one. All kinds multiply the same random
+weights with the same random inputs, in alternating order. The ceilings are measured in the same run: memory reads, and
+the processor's best instruction for products of the same type (or torch's product of large matrices, if that is
+faster).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +125,10 @@ class Step:
         self._layers: list[tuple[str, int, Layer]] = []
         """Name, input width and layer of each linear layer."""
         self._inputs: dict[int, torch.Tensor] = {}
+        self._num_rows = 0
+        self._last_row = torch.empty(0, dtype=torch.int64)
+        self._graph: Any = None
+        """The recorded step, or None if the layers are torch's."""
 
     @property
     def widths(self) -> set[int]:
@@ -157,12 +162,28 @@ class Step:
     def set_inputs(self, inputs: dict[int, torch.Tensor]) -> None:
         """Sets the inputs of all layers. `inputs`: width -> float32 [rows, width]"""
         self._inputs = {width: x.to(self.kind.dtype) for width, x in inputs.items()}
+        self._num_rows = len(next(iter(self._inputs.values())))
+        self._last_row = torch.tensor([self._num_rows - 1])
+        self._graph = None
+        if self.kind.layers.compiled:
+            self._graph = torch.classes.tercet_cpu.Graph()
+            self._graph.record(self._num_rows, 1, 1)
+            try:
+                self._multiply()
+            finally:
+                self._graph.finish()
+
+    def _multiply(self) -> None:
+        for name, width, layer in self._layers:
+            x = self._inputs[width]
+            layer(self.kind.layers.select_rows(x, self._last_row) if self._prefill and name == _HEAD else x)
 
     def seconds(self) -> float:
         start = time.perf_counter()
-        for name, width, layer in self._layers:
-            x = self._inputs[width]
-            layer(x[-1:] if self._prefill and name == _HEAD else x)
+        if self._graph is None:
+            self._multiply()
+        else:
+            self._graph.run(self._num_rows, 1, 1)
         return time.perf_counter() - start
 
 

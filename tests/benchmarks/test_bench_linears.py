@@ -51,6 +51,22 @@ def test_a_prompt_needs_the_head_once() -> None:
         assert heads == [1 if step is steps[1] else 50]
 
 
+@pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+@pytest.mark.parametrize("prefill", [False, True])
+def test_compiled_layers_are_recorded_once(prefill: bool) -> None:
+    for layers, calls_later in ((layers_for("cpu", torch.float32), 0), (TorchLayers(), 2)):
+        step = Step(Kind("k", layers, torch.float32), prefill=prefill)
+        step.add("lm_head.weight", torch.randn(64, 96))
+        calls: list[int] = []
+        name, width, head = step._layers[0]
+        step._layers[0] = name, width, lambda x, head=head, calls=calls: calls.append(len(x)) or head(x)
+        step.set_inputs({96: torch.randn(5, 96)})
+        recorded = len(calls)
+        assert step.seconds() > 0 and step.seconds() > 0
+        assert recorded == (0 if calls_later else 1) and len(calls) == recorded + calls_later
+        assert set(calls) == {1 if prefill else 5}
+
+
 def test_the_nearer_ceiling_is_the_limit() -> None:
     step = Step(Kind("k", TorchLayers(), torch.float32))
     step.add("w", torch.randn(10, 100))
