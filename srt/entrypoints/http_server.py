@@ -229,7 +229,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/flush_cache",
         "Empties the prefix cache; 400 while requests are running or waiting",
         admin.flush_cache,
-        query=(Query("timeout", "Seconds to wait until no request is running or waiting, default 0"),),
+        query=(Query("timeout", "Seconds to wait until no request is running or waiting, 0 (default) to 3600"),),
         answer=admin.FlushAnswer,
     ),
     Endpoint(

@@ -42,7 +42,7 @@ class UpdateWeightsBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=T
     keep_pause: Annotated[Any, only("a pause lasts until /continue_generation", False)] = None
     torch_empty_cache: Annotated[Any, only("the memory of the old weights is always released", True, False)] = None
     recapture_cuda_graph: Annotated[Any, only("recorded steps always read the new weights", True, False)] = None
-    token_step: Annotated[Any, only("weight_version names the weights", 0)] = None
+    token_step: Annotated[Any, only("`weight_version` names the weights", 0)] = None
     manifest: Annotated[Any, only("the files themselves are read")] = None
 
 

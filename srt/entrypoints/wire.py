@@ -314,5 +314,5 @@ def _type_text(info: msgspec.inspect.Type) -> str:
     if isinstance(info, msgspec.inspect.StructType):
         return info.cls.__name__
     if isinstance(info, msgspec.inspect.LiteralType):
-        return " or ".join(f'"{value}"' for value in info.values)
+        return " or ".join(msgspec.json.encode(value).decode() for value in info.values)
     return _TYPE_NAMES[type(info)]

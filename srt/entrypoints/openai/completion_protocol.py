@@ -34,7 +34,7 @@ class CompletionBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_field
     echo: Annotated[
         bool | None, doc("Begin the text with the prompt; with `logprobs`, also return those of the prompt's tokens")
     ] = None
-    top_logprobs: Annotated[Any, only("logprobs is the number of tokens in this API", 0)] = None
+    top_logprobs: Annotated[Any, only("`logprobs` is the number of tokens in this API", 0)] = None
     suffix: Annotated[Any, only("insertion before a suffix is not supported", "")] = None
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -100,6 +100,7 @@ class Choice(msgspec.Struct, tag="choice", tag_field="kind"):
     text: Annotated[str | None, doc("What | was said")]
     stop: Annotated[int | str | msgspec.UnsetType, doc("Why")] = msgspec.UNSET
     note: Annotated[str | None, doc("A note")] = None
+    kept: Annotated[Literal[False], doc("Always false")] = False
 
 
 def test_the_table_of_an_answer_says_what_may_be_null_and_what_may_be_absent() -> None:
@@ -108,6 +109,7 @@ def test_the_table_of_an_answer_says_what_may_be_null_and_what_may_be_absent() -
         "| `text` | string or null | What \\| was said |",
         "| `stop` | int or string, may be absent | Why |",
         "| `note` | string or null | A note |",
+        "| `kept` | false | Always false |",
     ]
 
 
