@@ -1,8 +1,8 @@
 """The libraries behind grammars: llguidance, xgrammar, and the choice between them.
 
-llguidance enforces every keyword of a JSON schema or refuses it, compiles in about a millisecond, and bounds the work
-of each step. xgrammar computes masks faster, but ignores keywords that it does not know, compiles some schemas for
-seconds, and has no bounds. So `auto` gives it only plain schemas (json_schema.py).
+llguidance enforces every constraint of a JSON schema or refuses it, compiles in about a millisecond, and bounds the
+work of each step. xgrammar computes masks faster, but ignores constraints that it does not know, compiles some schemas
+for seconds, and has no bounds. So `auto` gives it only plain schemas (json_schema.py).
 
 Both are imported on first use: most engines never see a grammar, and xgrammar's import takes most of a second.
 """

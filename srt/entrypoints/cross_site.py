@@ -80,7 +80,8 @@ class CrossSiteGuard:
             return f"web pages of {shown(origin)} must not send this request"
         if origin is None and scope["method"] in _SAFE_METHODS and agent is not None and agent.startswith(_BROWSER):
             return (
-                "a browser must not send this GET request, because a foreign page may have made it; send a POST request"
+                "a browser must not send this GET request, because a foreign page may have made it; "
+                "send it with another program, such as curl"
             )
         return None
 
