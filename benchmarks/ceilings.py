@@ -108,7 +108,11 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> f
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures the ceilings and prints them. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tercet.benchmarks.ceilings", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.ceilings",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     parser.add_argument(
         "--small", action="store_true", help="use tiny sizes, to try the program; the results have no meaning"

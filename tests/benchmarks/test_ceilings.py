@@ -38,6 +38,12 @@ def test_the_ceiling_is_the_best_instruction_or_torchs_product(
     assert (measured.flops_per_s, measured.flops_source) == best
 
 
+def test_the_help_has_the_command_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ceilings.main(["--help"])
+    assert "\n    python -m tercet.benchmarks.ceilings [--device cuda] [--results DIR]\n" in capsys.readouterr().out
+
+
 def test_a_product_far_below_the_best_instruction_is_measured_at_a_small_size_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
