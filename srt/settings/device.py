@@ -40,7 +40,10 @@ class DeviceSettings:
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8_e4m3"],
-        Setting("Data type of the KV cache; auto: --dtype; fp8_e4m3: 8 bits, scale 1, with --attention-backend triton"),
+        Setting(
+            "Data type of the KV cache; auto: --dtype; fp8_e4m3: 8 bits, scale 1, with --attention-backend triton, and "
+            "on a GPU not with --dtype float32"
+        ),
     ] = "auto"
     disable_overlap_schedule: Annotated[
         bool, Setting("Process the tokens of a step before planning the next one; a CPU always does this")
@@ -56,8 +59,8 @@ class DeviceSettings:
         Setting(
             "With Triton attention, compute steps of at most 8 tokens with fewer kernels: norms, sums and activations "
             "inside the linear layers, and attention with its rotation in one kernel. The bits of the results differ "
-            "from those without the flag. On an H200, one request decodes 15 % faster with Llama-3.2-1B, and 8 % with "
-            "Llama-3.1-8B"
+            "from those without the flag. Not with float16 or fp8 weights. On an H200, one request decodes 15 % faster "
+            "with Llama-3.2-1B, and 8 % with Llama-3.1-8B"
         ),
     ] = False
     hopper_prefill: Annotated[
@@ -73,6 +76,6 @@ class DeviceSettings:
         bool,
         Setting(
             "With --fuse-small-steps, a kernel of these steps starts before the one before it has ended, and already "
-            "fetches weights. Needs compute capability 9.0. 1 to 3 % faster on an H200"
+            "fetches weights. Needs compute capability 9.0 or higher. 1 to 3 % faster on an H200"
         ),
     ] = False
