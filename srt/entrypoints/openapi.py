@@ -203,16 +203,17 @@ def options_table(documented: Iterable[Endpoint]) -> str:
 
 def field_table(cls: type[Wire]) -> str:
     """A Markdown table of a body's fields."""
-    return _table("what it does", _body_rows(cls))
+    return _table(cls, "what it does", _body_rows(cls))
 
 
 def answer_table(cls: type[msgspec.Struct]) -> str:
     """A Markdown table of an answer's fields."""
-    return _table("what it is", _answer_rows(cls))
+    return _table(cls, "what it is", _answer_rows(cls))
 
 
-def _table(last: str, rows: Iterable[_Row]) -> str:
-    lines = [f"| field | type | {last} |", "|---|---|---|"]
+def _table(cls: type[msgspec.Struct], last: str, rows: Iterable[_Row]) -> str:
+    """Its head names the type, because other tables refer to it by its name."""
+    lines = [f"| field of {cls.__name__} | type | {last} |", "|---|---|---|"]
     for name, *others in rows:
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *others)) + " |")
     return "\n".join(lines) + "\n"

@@ -104,7 +104,9 @@ class Choice(msgspec.Struct, tag="choice", tag_field="kind"):
 
 
 def test_the_table_of_an_answer_says_what_may_be_null_and_what_may_be_absent() -> None:
-    assert answer_table(Choice).splitlines()[2:] == [
+    assert answer_table(Choice).splitlines() == [
+        "| field of Choice | type | what it is |",
+        "|---|---|---|",
         '| `kind` | "choice" | Tells the kinds of this object apart |',
         "| `text` | string or null | What \\| was said |",
         "| `stop` | int or string, may be absent | Why |",
