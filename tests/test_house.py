@@ -61,7 +61,7 @@ IMPORT_NAMES = {
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized"}
 OPENS_URLS = {"srt.entrypoints.chat_partners"}
-"""`tercet chat --url`, whose user names the server."""
+"""`tercet chat --base-url`, whose user names the server."""
 URL_OPENERS = r"(urllib\.request|http\.client|requests|httpx|aiohttp|urllib3|huggingface_hub)\b"
 PROCESS_STARTERS = re.compile(r"os\.(fork\w*|exec\w+|spawn\w+|posix_spawn\w*|popen|system)|.*create_subprocess_\w+")
 
@@ -335,13 +335,21 @@ def test_nothing_is_left_for_later() -> None:
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
+    pages = {path.resolve(): text for path, text in text_files() if path.suffix == ".md"}
     wrong = []
-    for path, text in text_files():
-        if path.suffix == ".md":
-            for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
-                if "://" not in target and not (path.parent / target).exists():
-                    wrong.append(f"{path.relative_to(ROOT)} -> {target}")
+    for path, text in pages.items():
+        for target, section in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", text):
+            place = (path.parent / target).resolve() if target else path
+            is_there = place.exists() and (not section or place not in pages or section in _sections(pages[place]))
+            if "://" not in target and not is_there:
+                wrong.append(f"{path.relative_to(ROOT)} -> {target}#{section}")
     assert not wrong, "\n".join(wrong)
+
+
+def _sections(text: str) -> set[str]:
+    """The names of a page's headings in links."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_tests_that_documents_name_exist() -> None:
