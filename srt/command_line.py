@@ -131,7 +131,7 @@ def from_namespace(namespace: argparse.Namespace, no_model: Callable[[], Mapping
 
 
 def parse_args(argv: Sequence[str]) -> ServerArgs:
-    """Parse the command line of `python -m tercet.launch_server`. Exits with a message (status 2) if it is wrong."""
+    """Parse flags alone: no MODEL, and no default model. Exits with a message (status 2) if they are wrong."""
     parser = argparse.ArgumentParser(prog="tercet.launch_server", description="Serve a model over HTTP.")
     add_arguments(parser)
     namespace = parser.parse_args(argv)
