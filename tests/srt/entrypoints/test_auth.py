@@ -65,7 +65,7 @@ def test_without_the_key_every_method_of_every_path_is_closed(guarded: Site, key
         for method in METHODS:
             answer = guarded.request(method, path, headers=headers)
             if path.partition("?")[0].removesuffix("/") in OPEN_PATHS:
-                assert answer.status_code in (200, 400, 405)
+                assert answer.status_code in (200, 400, 405, 503)  # 503: the walk took longer than a heartbeat may
             else:
                 assert answer.status_code == 401, (method, path)
     assert guarded.scheduler.received == [] and guarded.scheduler.aborted == []
