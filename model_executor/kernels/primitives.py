@@ -35,7 +35,8 @@ def kv_format(dtype: torch.dtype, arch: str) -> int:
     """The KV_* constant for a pool of `dtype` on `arch` (a name from `tuning.arch_of`)."""
     if dtype != torch.float8_e4m3fn:
         return KV_PLAIN.value
-    return KV_FP8_NATIVE.value if arch in ("sm_89", "sm_90", "sm_100", "sm_120") else KV_FP8_SOFT.value
+    is_native = arch.startswith("sm_") and int(arch[3:]) >= 89
+    return KV_FP8_NATIVE.value if is_native else KV_FP8_SOFT.value
 
 
 def reads_kv_in_pairs(dtype: torch.dtype, head_dim: int, arch: str) -> bool:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
 
+from tercet.model_executor.kernels.primitives import KV_FP8_NATIVE, KV_FP8_SOFT, KV_PLAIN, kv_format
 from tercet.model_executor.kernels.store_kv import store_kv, store_kv_ref
+from tercet.model_executor.kernels.tuning import INTERPRETER
 
 
 @settings(max_examples=examples(60))
@@ -54,3 +57,14 @@ def test_padding_goes_to_the_dummy_slot_only() -> None:
     pool = torch.zeros(5, 1, 64)
     store_kv(k, 2 * k, pool, pool.clone(), torch.tensor([0, 2, 0]))
     assert pool[[1, 3, 4]].eq(0).all() and pool[2].eq(1).all()
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"])
+def test_every_gpu_that_converts_fp8_does(arch: str) -> None:
+    assert kv_format(torch.float8_e4m3fn, arch) == KV_FP8_NATIVE.value
+    assert kv_format(torch.bfloat16, arch) == KV_PLAIN.value
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "gfx942", "gfx950", INTERPRETER])
+def test_other_devices_decode_fp8_with_shifts(arch: str) -> None:
+    assert kv_format(torch.float8_e4m3fn, arch) == KV_FP8_SOFT.value
