@@ -80,6 +80,13 @@ class AttentionBackend(ABC):
         """
         return 0
 
+    def decode_part_bytes(self, num_rows: int, context_len: int, pool_tokens: int) -> int:
+        """An upper bound in bytes of the partial results of a launch that serves requests with one new token.
+
+        `num_rows`: the most requests; `context_len`: the most tokens of one; `pool_tokens`: the size of the KV pool.
+        """
+        return 0
+
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare the plan that all layers of this step share. Must not wait for the device."""

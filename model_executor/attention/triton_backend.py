@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
@@ -19,22 +20,35 @@ from ..kernels.extend_attention import extend_attention, extend_work, max_part_b
 from ..kernels.fused_decode import can_fuse_decode, fused_decode
 from ..kernels.skinny_linear import MAX_ROWS
 from ..kernels.store_kv import store_kv
-from ..kernels.tuning import arch_of, decode_tile, extend_tile
+from ..kernels.tuning import arch_of, cdiv, decode_tile, extend_tile
 from ..kernels.work_map import WorkMap, split_map
 from ..step import ForwardMode, Int32Array
 from .base import AttentionBackend, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
+class _DecodeLaunch:
+    """What one launch of decode attention serves: all requests of a step, or some of them."""
+
+    work: WorkMap
+    rows: torch.Tensor
+    """[b], rows of the table of slots"""
+    seq_lens: torch.Tensor
+    """[b]"""
+    q_loc: torch.Tensor | None
+    """[b], index of each request's first token in [T]; None in a DECODE step, where it is the request's index"""
+    tokens: slice | None
+    """the tokens of these requests in a DECODE step; None: all tokens of the step"""
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """The work of one step."""
 
-    decode: WorkMap | None
-    """None: no request has one new token"""
+    decode: list[_DecodeLaunch]
+    """empty: no request has one new token"""
     extend: WorkMap | None
     """None: no request has several new tokens"""
-    q_loc: torch.Tensor | None
-    """[B], index of each request's first token in [T]; None in a DECODE step, where it is the request's index"""
     longest: int
     """tokens of the longest request with several new tokens"""
 
@@ -62,26 +76,57 @@ class TritonAttentionBackend(AttentionBackend):
         device = self.kv_pool.k_buffer[0].device
         return max_part_bytes(device, context_len, self.num_kv_heads, self.head_dim, self._extend_tile)
 
+    def decode_part_bytes(self, num_rows: int, context_len: int, pool_tokens: int) -> int:
+        splits = min(
+            num_rows * cdiv(context_len, self._decode_tile.split), self._room(num_rows, context_len, pool_tokens)
+        )
+        return splits * self.num_heads * (self.head_dim + 1) * 4  # an output and a log-sum-exp in float32
+
+    def _room(self, num_rows: int, context_len: int, pool_tokens: int) -> int:
+        """The most splits of one launch of decode attention.
+
+        The splits of twice the pool's tokens, so that no recorded step is divided (`max_work_lens`), or those of
+        MAX_ROWS requests, because `attend_fused` is one launch.
+        """
+        split = self._decode_tile.split
+        return max(2 * pool_tokens // split + num_rows, MAX_ROWS * cdiv(context_len, split))
+
     def plan(self, batch: ForwardBatch) -> None:
         """Number the work units on the device. The host's copy of the lengths only sizes the buffers."""
         if batch.mode is ForwardMode.DECODE:
-            capacity = self.num_splits(batch.seq_lens_host)
-            work = split_map(batch.seq_lens, batch.rows, self._decode_tile.split, capacity)
-            self._plan = _Plan(work, None, None, 0)
+            self._plan = _Plan(self._decode_launches(batch, batch.seq_lens_host), None, 0)
             return
         assert batch.extend_start_loc is not None and batch.extend_lens_host is not None
         single = batch.extend_lens_host == 1
-        decode = extend = None
-        if single.any():
-            capacity = self.num_splits(batch.seq_lens_host[single])
-            decode = split_map(batch.seq_lens, batch.rows, self._decode_tile.split, capacity, batch.extend_start_loc)
+        decode = self._decode_launches(batch, np.where(single, batch.seq_lens_host, 0)) if single.any() else []
+        extend = None
         if not single.all():
             extend = extend_work(
                 batch.extend_start_loc, batch.seq_lens, batch.extend_lens_host, batch.seq_lens_host,
                 self.num_heads, self.num_kv_heads, self._extend_tile,
             )  # fmt: skip
-        longest = int(batch.seq_lens_host[~single].max(initial=0))
-        self._plan = _Plan(decode, extend, batch.extend_start_loc[:-1], longest)
+        self._plan = _Plan(decode, extend, int(batch.seq_lens_host[~single].max(initial=0)))
+
+    def _decode_launches(self, batch: ForwardBatch, lens: Int32Array) -> list[_DecodeLaunch]:
+        """Divide the requests with one new token, so that the partial results of a launch have room.
+
+        Requests that share a long prefix may have many times the splits of the pool. lens: int32 [B], on the host; 0
+        for a request with several new tokens. The division does not change the bits.
+        """
+        split, starts = self._decode_tile.split, batch.extend_start_loc
+        splits = -(-lens // split)
+        room = self._room(len(lens), batch.req_to_token.shape[1], self.kv_pool.size)
+        launches = []
+        for begin, end in _groups(splits, room):
+            some = slice(begin, end)
+            rows, seq_lens = batch.rows[some], batch.seq_lens[some]
+            own_starts = None if starts is None else starts[begin : end + 1]
+            work = split_map(seq_lens, rows, split, int(splits[some].sum()), own_starts)
+            if own_starts is not None:
+                launches.append(_DecodeLaunch(work, rows, seq_lens, own_starts[:-1], None))
+            else:
+                launches.append(_DecodeLaunch(work, rows, seq_lens, None, some if end - begin < len(lens) else None))
+        return launches
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
@@ -96,10 +141,11 @@ class TritonAttentionBackend(AttentionBackend):
         k_buffer, v_buffer = self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         window, scale = self.sliding_windows[layer_id], self.scales[layer_id]
-        if plan.decode is not None:
+        for launch in plan.decode:
+            own_q, own_out = (q, out) if launch.tokens is None else (q[launch.tokens], out[launch.tokens])
             decode_attention(
-                q, k_buffer, v_buffer, batch.req_to_token, batch.rows, batch.seq_lens, plan.decode, out,
-                sm_scale=scale, window=window, q_loc=plan.q_loc, tile=self._decode_tile,
+                own_q, k_buffer, v_buffer, batch.req_to_token, launch.rows, launch.seq_lens, launch.work, own_out,
+                sm_scale=scale, window=window, q_loc=launch.q_loc, tile=self._decode_tile,
             )  # fmt: skip
         if plan.extend is not None:
             self._extend(q, layer_id, batch, plan.extend, plan.longest, out)
@@ -138,11 +184,28 @@ class TritonAttentionBackend(AttentionBackend):
         dependent: see `fused_decode`.
         """
         plan = self._plan
-        assert plan is not None and plan.decode is not None, "plan() comes first"
+        assert plan is not None, "plan() comes first"
+        (launch,) = plan.decode
         out = fused_decode(
             qkv, self.num_heads, cos, sin, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id],
-            batch.out_cache_loc, batch.req_to_token, batch.rows, batch.seq_lens, plan.decode, self._counts,
+            batch.out_cache_loc, batch.req_to_token, batch.rows, batch.seq_lens, launch.work, self._counts,
             sm_scale=self.scales[layer_id], window=self.sliding_windows[layer_id], tile=self._decode_tile,
             dependent=dependent, **norm,
         )  # fmt: skip
         return out.view(len(out), -1)
+
+
+def _groups(splits: Int32Array, room: int) -> list[tuple[int, int]]:
+    """Divide requests into groups of consecutive ones that have at most `room` splits, or one request.
+
+    splits: int32 [B]. Returns the first request of each group, and the one behind its last.
+    """
+    if splits.sum() <= room:
+        return [(0, len(splits))]
+    groups, begin, used = [], 0, 0
+    for i, count in enumerate(splits.tolist()):
+        if i > begin and used + count > room:
+            groups.append((begin, i))
+            begin, used = i, 0
+        used += count
+    return [*groups, (begin, len(splits))]

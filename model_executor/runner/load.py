@@ -322,8 +322,13 @@ class _RunnerBuilder:
             # Greedy tokens without masks have kernels of their own.
             run = partial(_run, runner, step, masked=step is not steps[-1])
             step_bytes = max(step_bytes, accelerator.peak_bytes(run))
-        # A few tokens after a long prefix may take more for their attention than any of these steps.
-        step_bytes += runner.attention.max_part_bytes(settings.context_len)
+        max_tokens = accelerator.memory().available // self.bytes_per_token
+        # A few tokens after a long prefix may take more for their attention than any of these steps. So may decoding
+        # requests that share one, in steps that are not recorded.
+        decode_parts = runner.attention.decode_part_bytes(
+            settings.max_running_requests, settings.context_len, max_tokens
+        )
+        step_bytes += max(runner.attention.max_part_bytes(settings.context_len), decode_parts)
         if settings.attention_backend == "torch":  # requests may be longer than those of the warm-up steps
             step_bytes += torch_attention_bytes(settings, self.config, settings.context_len, writes_scores=True)
         reserve = step_bytes + self.sampler.max_edit_bytes
@@ -332,7 +337,6 @@ class _RunnerBuilder:
         if runner.attention.num_splits(np.ones(1, np.int32)) is None:
             return [], reserve
         sizes = batch_sizes(settings.max_recorded_rows)
-        max_tokens = accelerator.memory().available // self.bytes_per_token
         # Decode steps keep memory of their own: the logits, and in graphs the tensors of the largest graph.
         decode = partial(self._decode_padding, runner, sizes[-1], max_tokens)
         if settings.fuse_small_steps:
@@ -342,10 +346,13 @@ class _RunnerBuilder:
             for num_rows in (1, min(settings.max_running_requests, MAX_ROWS + 1)):
                 self._decode_padding(runner, num_rows, max_tokens)
         reserve += accelerator.peak_bytes(decode, to_record=settings.record_steps)
-        return sizes, reserve + (len(sizes) * _BYTES_PER_GRAPH if settings.record_steps else 0)
+        if settings.record_steps:
+            # A pool of one page divides what a graph does in one launch, so that the peak lacks its partial results.
+            reserve += decode_parts + len(sizes) * _BYTES_PER_GRAPH
+        return sizes, reserve
 
     def _decode_padding(self, runner: ModelRunner, size: int, pool_tokens: int) -> None:
-        """Run a decode step of padding, with the buffers of the largest graph for a pool of `pool_tokens` tokens."""
+        """Run a decode step of padding with the lengths of the largest graph for a pool of `pool_tokens` tokens."""
         lens = max_work_lens(size, pool_tokens, self.settings.context_len)
         rows = torch.zeros(size, dtype=torch.int64, device=self.settings.device)
         with torch.inference_mode():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
+import pytest
 import torch
 from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch
 from hypothesis import given, settings
@@ -11,10 +13,12 @@ from hypothesis import strategies as st
 from triton_interpreter import examples
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.model_executor.attention import triton_backend
 from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
 from tercet.model_executor.attention.triton_backend import TritonAttentionBackend
 from tercet.model_executor.kernels import extend_attention
+from tercet.model_executor.kernels.decode_attention import decode_attention
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.layers.attention import Attention, QKNorm
 from tercet.model_executor.layers.fused_layers import FusedTritonAttention
@@ -93,6 +97,46 @@ def test_a_decoding_row_has_the_same_bits_beside_a_prompt() -> None:
     for layer in range(2):
         assert torch.equal(first[layer][0], alone[layer][0])
         assert torch.equal(last[layer][12], alone[layer][0])
+
+
+@pytest.mark.parametrize("prompts", [[], [3, 12]])
+def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prompts: list[int]) -> None:
+    """17 requests share 90 tokens in a pool of 128. A launch has room for 32 of their 51 splits."""
+    g = torch.Generator().manual_seed(2)
+    cfg = config(2, None)
+    specs = family_of(cfg).attention(cfg)
+    rows, shared = [Row(i + 1, 91) for i in range(17)], torch.randperm(128, generator=g)[:120] + 1
+    table = shared.repeat(18, 1).int()
+    table[1:, 90] = shared[90:107]
+    extend_lens = [1] * 17
+    for at in prompts:  # requests with several new tokens among them
+        extend_lens[at] = 2
+    batch = make_batch(rows, extend_lens, table, decode=not prompts)
+    fused = torch.randn(len(batch.positions), cfg.num_heads + 4, 16, generator=g)
+    past = torch.randn(129, 2, 16, generator=g)
+    launches: list[object] = []
+
+    def attention(*arguments: object, **options: object) -> None:
+        launches.append(arguments[6])
+        decode_attention(*arguments, **options)
+
+    def outs(backend: Callable[..., AttentionBackend]) -> list[torch.Tensor]:
+        made = backend(specs, MHATokenToKVPool(128, 1, 2, 2, 16, torch.float32, "cpu"))
+        for buffer in (*made.kv_pool.k_buffer, *made.kv_pool.v_buffer):
+            buffer.copy_(past)
+        launches.clear()
+        with mock.patch.object(triton_backend, "decode_attention", attention):
+            return attend(made, batch, fused, cfg.num_heads)
+
+    divided = outs(TritonAttentionBackend)
+    assert len(launches) == 2 * 2, "each of two layers has two launches"
+    assert all(work.capacity <= 32 for work in launches)
+    with mock.patch.object(TritonAttentionBackend, "_room", lambda *_: 1000):
+        whole = outs(TritonAttentionBackend)
+    assert len(launches) == 2
+    for mine, undivided, wanted in zip(divided, whole, outs(TorchAttentionBackend), strict=True):
+        assert torch.equal(mine, undivided)
+        assert (mine - wanted).norm() / wanted.norm() < 1e-5
 
 
 @settings(max_examples=examples(10))
