@@ -44,7 +44,6 @@ def rotate(
     *,
     dtype: torch.dtype = BF16,
     norm: bool = False,
-    neox: bool = True,
 ) -> None:
     qkv = meta(TOKENS, heads + 2 * kv_heads, head_dim, dtype=dtype)
     angles = meta(TOKENS, 2, head_dim // 2, dtype=F32)[:, 0]
@@ -52,8 +51,8 @@ def rotate(
     pool = None if pool_dtype is None else meta(SLOTS, kv_heads, head_dim, dtype=pool_dtype)
     slots = None if pool is None else meta(TOKENS)
     rotary(
-        qkv, heads, kv_heads, angles, angles, neox=neox, q_weight=weight, k_weight=weight, eps=1e-6, k_buffer=pool,
-        v_buffer=pool, slots=slots,
+        qkv, heads, kv_heads, angles, angles, q_weight=weight, k_weight=weight, eps=1e-6, k_buffer=pool, v_buffer=pool,
+        slots=slots,
     )  # fmt: skip
 
 
@@ -121,8 +120,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "rotary-9x3x64-fp32-store": lambda: rotate(9, 3, 64, F32, dtype=F32),
     "rotary-16x8x256-fp32-norm-store": lambda: rotate(16, 8, 256, F32, dtype=F32, norm=True),
     "rotary-32x32x80": lambda: rotate(32, 32, 80),
-    "rotary-16x16x256-gptj": lambda: rotate(16, 16, 256, BF16, neox=False),
-    "rotary-16x16x256-gptj-fp8": lambda: rotate(16, 16, 256, FP8, neox=False),
     "rmsnorm-576": lambda: norm(576, BF16, False),
     "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),

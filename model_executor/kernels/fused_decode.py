@@ -129,18 +129,16 @@ def _fused_decode_kernel(
             # Rows 0 and 1 of a tile: the new token's K and V.
             has_new = hi == seq_len
             new = NUM_HEADS + kv_head + in_group * NUM_KV_HEADS
-            x, y, x_at, y_at, mask = load_heads(
-                token_ptr, new, in_group < tl.where(has_new, 2, 0), stride_h, HEAD_DIM, HEAD_DIM, True, BLOCK_HALF
-            )
+            x, y, mask = load_heads(token_ptr, new, in_group < tl.where(has_new, 2, 0), stride_h, HEAD_DIM, BLOCK_HALF)
             slot = tl.load(slots_ptr + b).to(tl.int64) * stride_slot
             if has_new:
                 x, y = turn_heads(
-                    x, y, x_at, y_at, cos_row_ptr, sin_row_ptr, q_weight_ptr, k_weight_ptr, new, eps, NUM_HEADS,
-                    NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, HAS_NORM,
+                    x, y, cos_row_ptr, sin_row_ptr, q_weight_ptr, k_weight_ptr, new, eps, NUM_HEADS, NUM_KV_HEADS,
+                    HEAD_DIM, HAS_NORM,
                 )  # fmt: skip
                 store_heads(
-                    x, y, x_at, y_at, mask, new, k_ptr + slot, v_ptr + slot, inv_k_scale, inv_v_scale, dtype,
-                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, True, KV_FORMAT != 0,
+                    x, y, mask, new, k_ptr + slot, v_ptr + slot, inv_k_scale, inv_v_scale, dtype, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, KV_FORMAT != 0,
                 )  # fmt: skip
                 tl.debug_barrier()  # other threads of this program read them
             q = turn_queries(
@@ -207,8 +205,8 @@ def fused_decode(
     """`rotary` and `decode_attention` for one token of each request: the output, [B, num_heads, head_dim].
 
     K and V of the tokens are stored at `slots`, which are also the last slots of the requests in `req_to_token`. qkv
-    does not change. The arguments are those of the two functions, with these limits: `can_fuse_decode`; cos and sin
-    have head_dim / 2 columns; every request has at least one token, the new one.
+    does not change. The arguments are those of the two functions, with these limits: `can_fuse_decode`; every request
+    has at least one token, the new one.
     counts: int32 of at least B * num_kv_heads zeros, contiguous. They are zeros again when the kernel ends.
     dependent: whether the launch is dependent (dependent_launch.py).
     """

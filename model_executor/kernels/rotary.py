@@ -32,55 +32,47 @@ def turn(own, other, cos, sin):
 
 
 @triton.jit
-def load_heads(
-    token_ptr, head, live, stride_h, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NEOX: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    """Load heads of a token: x, y, a, b, mask.
+def load_heads(token_ptr, head, live, stride_h, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Load heads of a token: x, y, mask.
 
-    x, y: float32 [heads, BLOCK_HALF], components a and b of each head: two that rotate together, or any two beyond
-    ROTARY_DIM. token_ptr: the token's row.
+    x, y: float32 [heads, BLOCK_HALF], the lower and the upper half of each head. Component i of x rotates with
+    component i of y. token_ptr: the token's row.
     """
-    pair = tl.arange(0, BLOCK_HALF)
-    HALF: tl.constexpr = ROTARY_DIM // 2
-    turns = pair < HALF
-    if NEOX:
-        a = tl.where(turns, pair, pair + HALF)
-        b = tl.where(turns, pair + HALF, pair + HEAD_DIM // 2)
-    else:
-        a = 2 * pair
-        b = 2 * pair + 1
-    mask = live[:, None] & (pair < HEAD_DIM // 2)[None, :]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, BLOCK_HALF)
+    mask = live[:, None] & (i < HALF)[None, :]
     source = token_ptr + head[:, None] * stride_h
-    x = tl.load(source + a[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(source + b[None, :], mask=mask, other=0.0).to(tl.float32)
-    return x, y, a, b, mask
+    x = tl.load(source + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(source + (i + HALF)[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x, y, mask
 
 
 @triton.jit
 def turn_heads(
-    x, y, a, b, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, head, eps, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+    x, y, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, head, eps, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate those heads of `load_heads` that are queries or keys: x and y. cos_ptr, sin_ptr: the
-    token's rows."""
-    pair = tl.arange(0, x.shape[1])
-    turns = pair < ROTARY_DIM // 2
+    """Normalise and rotate those heads of `load_heads` that are queries or keys. Returns x and y.
+
+    cos_ptr, sin_ptr: the token's rows.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, x.shape[1])
+    inside = i < HALF
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
     plain_x = x
     plain_y = y
     if HAS_NORM:
-        inside = pair < HEAD_DIM // 2
         scale = head_scale(x, y, eps, HEAD_DIM)
-        q_a = tl.load(q_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
-        q_b = tl.load(q_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
-        k_a = tl.load(k_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
-        k_b = tl.load(k_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
-        x = x * scale * tl.where(is_q[:, None], q_a[None, :], k_a[None, :])
-        y = y * scale * tl.where(is_q[:, None], q_b[None, :], k_b[None, :])
-    cos = tl.load(cos_ptr + pair, mask=turns, other=1.0)[None, :]
-    sin = tl.load(sin_ptr + pair, mask=turns, other=0.0)[None, :]
+        q_lower = tl.load(q_weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+        q_upper = tl.load(q_weight_ptr + i + HALF, mask=inside, other=0.0).to(tl.float32)
+        k_lower = tl.load(k_weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+        k_upper = tl.load(k_weight_ptr + i + HALF, mask=inside, other=0.0).to(tl.float32)
+        x = x * scale * tl.where(is_q[:, None], q_lower[None, :], k_lower[None, :])
+        y = y * scale * tl.where(is_q[:, None], q_upper[None, :], k_upper[None, :])
+    cos = tl.load(cos_ptr + i, mask=inside, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + i, mask=inside, other=0.0)[None, :]
     turned_x = tl.where(is_v[:, None], plain_x, turn(x, y, cos, -sin))
     turned_y = tl.where(is_v[:, None], plain_y, turn(y, x, cos, sin))
     return turned_x, turned_y
@@ -88,12 +80,13 @@ def turn_heads(
 
 @triton.jit
 def store_heads(
-    x, y, a, b, mask, head, k_slot_ptr, v_slot_ptr, inv_k_scale, inv_v_scale, dtype: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    NEOX: tl.constexpr, FP8: tl.constexpr,
+    x, y, mask, head, k_slot_ptr, v_slot_ptr, inv_k_scale, inv_v_scale, dtype: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Store those heads of `load_heads` that are keys or values, in `dtype` or in fp8. The pointers are those of the
-    token's slot."""
+    """Store those heads of `load_heads` that are keys or values, in `dtype` or in fp8.
+
+    k_slot_ptr, v_slot_ptr: the token's slot of each pool.
+    """
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
     if FP8:
         inverse = tl.where(is_v, inv_v_scale, inv_k_scale)[:, None]
@@ -103,20 +96,22 @@ def store_heads(
     else:
         x = x.to(dtype)
         y = y.to(dtype)
+    lower = tl.arange(0, x.shape[1])[None, :]
+    upper = lower + HEAD_DIM // 2
     k_target = k_slot_ptr + (head - NUM_HEADS)[:, None] * HEAD_DIM
     v_target = v_slot_ptr + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
+    k_x, k_y, v_x, v_y = k_target + lower, k_target + upper, v_target + lower, v_target + upper
     k_mask = mask & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
     v_mask = mask & is_v[:, None]
-    k_a, k_b, v_a, v_b = k_target + a[None, :], k_target + b[None, :], v_target + a[None, :], v_target + b[None, :]
-    if FP8 and NEOX and ROTARY_DIM % 16 == 0:
+    if FP8:
         # A thread gets 8 components, as without fp8. Triton would choose 16, because they are bytes. Then `head_scale`
-        # would add squares in another order. Only under these conditions are 8 components always contiguous.
-        k_a, k_b = tl.max_contiguous(k_a, [1, 8]), tl.max_contiguous(k_b, [1, 8])
-        v_a, v_b = tl.max_contiguous(v_a, [1, 8]), tl.max_contiguous(v_b, [1, 8])
-    tl.store(k_a, x, mask=k_mask)
-    tl.store(k_b, y, mask=k_mask)
-    tl.store(v_a, x, mask=v_mask)
-    tl.store(v_b, y, mask=v_mask)
+        # would add squares in another order.
+        k_x, k_y = tl.max_contiguous(k_x, [1, 8]), tl.max_contiguous(k_y, [1, 8])
+        v_x, v_y = tl.max_contiguous(v_x, [1, 8]), tl.max_contiguous(v_y, [1, 8])
+    tl.store(k_x, x, mask=k_mask)
+    tl.store(k_y, y, mask=k_mask)
+    tl.store(v_x, x, mask=v_mask)
+    tl.store(v_y, y, mask=v_mask)
 
 
 @triton.jit
@@ -187,8 +182,6 @@ def _rotary_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NEOX: tl.constexpr,
     HAS_NORM: tl.constexpr,
     STORE: tl.constexpr,
     FP8: tl.constexpr,
@@ -200,21 +193,21 @@ def _rotary_kernel(
     # Without a pool, values need no work.
     live = head < (NUM_HEADS + 2 * NUM_KV_HEADS if STORE else NUM_HEADS + NUM_KV_HEADS)
     token_ptr = qkv_ptr + token * stride_t
-    x, y, a, b, mask = load_heads(token_ptr, head, live, stride_h, HEAD_DIM, ROTARY_DIM, NEOX, BLOCK_HALF)
+    x, y, mask = load_heads(token_ptr, head, live, stride_h, HEAD_DIM, BLOCK_HALF)
     x, y = turn_heads(
-        x, y, a, b, cos_ptr + token * stride_angle, sin_ptr + token * stride_angle, q_weight_ptr, k_weight_ptr, head,
-        eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, HAS_NORM,
+        x, y, cos_ptr + token * stride_angle, sin_ptr + token * stride_angle, q_weight_ptr, k_weight_ptr, head, eps,
+        NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HAS_NORM,
     )  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     in_place = mask & (head < NUM_HEADS)[:, None] if STORE else mask
-    target = token_ptr + head[:, None] * stride_h
-    tl.store(target + a[None, :], x.to(dtype), mask=in_place)
-    tl.store(target + b[None, :], y.to(dtype), mask=in_place)
+    target = token_ptr + head[:, None] * stride_h + tl.arange(0, BLOCK_HALF)[None, :]
+    tl.store(target, x.to(dtype), mask=in_place)
+    tl.store(target + HEAD_DIM // 2, y.to(dtype), mask=in_place)
     if STORE:
         slot = tl.load(slots_ptr + token).to(tl.int64) * stride_slot
         store_heads(
-            x, y, a, b, mask, head, k_pool_ptr + slot, v_pool_ptr + slot, inv_k_scale, inv_v_scale, dtype, NUM_HEADS,
-            NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, NEOX, FP8,
+            x, y, mask, head, k_pool_ptr + slot, v_pool_ptr + slot, inv_k_scale, inv_v_scale, dtype, NUM_HEADS,
+            NUM_KV_HEADS, HEAD_DIM, FP8,
         )  # fmt: skip
 
 
@@ -237,7 +230,6 @@ def rotary(
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
-    neox: bool = True,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -250,20 +242,17 @@ def rotary(
     """Rotate the query heads of a fused projection in place, and the keys in place or into the pool.
 
     qkv: [T, num_heads + 2 * num_kv_heads, head_dim], last dimension contiguous; without a pool the value heads may be
-    missing. cos, sin: float32 [T, rotary_dim / 2], last dimension contiguous, equal strides. Components beyond
-    rotary_dim are not rotated.
-    neox: component i rotates with i + rotary_dim / 2; otherwise (GPT-J) 2 i rotates with 2 i + 1.
+    missing. cos, sin: float32 [T, head_dim / 2], last dimension contiguous, equal strides. Component i rotates with
+    i + head_dim / 2.
     q_weight, k_weight: [head_dim], both or none. If given, RMSNorm with eps normalises each head first.
     k_buffer, v_buffer, slots: as in `store_kv`; all or none. If given, K and V are stored there, and K in qkv does not
     change.
     """
     num_tokens, num_qkv_heads, head_dim = qkv.shape
     store = slots is not None
-    rotary_dim = 2 * cos.shape[1]
     assert qkv.stride(2) == 1 and num_qkv_heads >= num_heads + (2 if store else 1) * num_kv_heads
-    assert cos.shape == sin.shape and cos.shape[0] == num_tokens and cos.stride() == sin.stride()
+    assert cos.shape == sin.shape == (num_tokens, head_dim // 2) and cos.stride() == sin.stride() and head_dim % 2 == 0
     assert cos.stride(1) == 1 and cos.dtype == sin.dtype == torch.float32
-    assert head_dim % 2 == 0 and rotary_dim <= head_dim
     assert (q_weight is None) == (k_weight is None)
     assert (k_buffer is None) == (v_buffer is None) == (slots is None)
     fp8 = False
@@ -296,8 +285,6 @@ def rotary(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim,
-        NEOX=neox,
         HAS_NORM=q_weight is not None,
         STORE=store,
         FP8=fp8,
@@ -314,7 +301,6 @@ def rotary_ref(
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
-    neox: bool = True,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -325,17 +311,13 @@ def rotary_ref(
     v_scale: float = 1.0,
 ) -> None:
     """`rotary` in plain torch."""
-    half = cos.shape[1]
     qk = qkv[:, : num_heads + num_kv_heads].to(torch.promote_types(qkv.dtype, torch.float32), copy=True)
     if q_weight is not None and k_weight is not None:
         weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)]).to(qk.dtype)
         qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps) * weight
-    first = slice(0, half) if neox else slice(0, 2 * half, 2)
-    second = slice(half, 2 * half) if neox else slice(1, 2 * half, 2)
-    x, y = qk[..., first].clone(), qk[..., second].clone()
+    x, y = qk.chunk(2, -1)
     c, s = cos[:, None].to(qk.dtype), sin[:, None].to(qk.dtype)
-    qk[..., first], qk[..., second] = x * c - y * s, y * c + x * s
-    qk = qk.to(qkv.dtype)
+    qk = torch.cat((x * c - y * s, y * c + x * s), -1).to(qkv.dtype)
     qkv[:, :num_heads] = qk[:, :num_heads]
     if slots is None:
         qkv[:, num_heads : num_heads + num_kv_heads] = qk[:, num_heads:]

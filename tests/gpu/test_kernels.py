@@ -204,9 +204,8 @@ def test_rows(dtype: torch.dtype) -> None:
             assert relative_error(act_and_mul(gate_up, activation), reference) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_rotary_and_store(neox: bool, fp8: bool) -> None:
+def test_rotary_and_store(fp8: bool) -> None:
     g = torch.Generator(DEVICE).manual_seed(1)
     heads, kv_heads, dim, tokens = 32, 8, 128, 50
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=g, device=DEVICE).to(BF16)
@@ -217,7 +216,7 @@ def test_rotary_and_store(neox: bool, fp8: bool) -> None:
     pools = [torch.zeros(100, kv_heads, dim, device=DEVICE).to(torch.float8_e4m3fn if fp8 else BF16) for _ in range(4)]
     scales = {"k_scale": 0.03, "v_scale": 0.02} if fp8 else {}
     fused, apart, reference = qkv.clone(), qkv.clone(), qkv.double()
-    norm = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6, "neox": neox}
+    norm = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6}
     rotary(fused, heads, kv_heads, cos, sin, k_buffer=pools[0], v_buffer=pools[1], slots=slots, **scales, **norm)
     rotary(apart, heads, kv_heads, cos, sin, **norm)
     store_kv(apart[:, heads : heads + kv_heads], apart[:, heads + kv_heads :], pools[2], pools[3], slots, **scales)

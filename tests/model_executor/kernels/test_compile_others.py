@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -59,14 +58,6 @@ def _threads_of_a_head(layouts: str) -> set[tuple[str, ...]]:
     summed = re.findall(r"\(tensor<\d+x\d+xf32, (#blocked\w*)>\) -> tensor<\d+xf32, #ttg.slice<\{dim = 1", layouts)
     assert summed
     return {tuple(re.findall(r"(?:Thread|Warp|CTA) = \[\d+, (\d+)\]", blocked[layout])) for layout in summed}
-
-
-def test_components_that_are_apart_are_stored_apart() -> None:
-    """Where 2 i rotates with 2 i + 1, a wide store would write over every second component."""
-    (launch,) = launches_of("rotary-16x16x256-gptj-fp8")
-    stores = Counter(re.findall(r"st\.global\.(\S+)", compile_launch(launch, "sm_90").assembly))
-    # As many components of queries as of keys and of values.
-    assert stores == {"b16": stores["b16"], "b8": 2 * stores["b16"]}
 
 
 def _components_of_a_thread(layouts: str) -> set[int]:

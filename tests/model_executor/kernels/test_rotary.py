@@ -18,20 +18,17 @@ from tercet.srt.model_files.rope_config import RopeConfig
     num_tokens=st.integers(1, 4),
     heads=st.sampled_from([(1, 1), (6, 2), (9, 3), (16, 1)]),
     head_dim=st.sampled_from([16, 64, 80, 96]),
-    partial=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    neox=st.booleans(),
     norm=st.booleans(),
     store=st.booleans(),
 )
-def test_agrees_with_the_float64_twin(seed, num_tokens, heads, head_dim, partial, dtype, neox, norm, store) -> None:
+def test_agrees_with_the_float64_twin(seed, num_tokens, heads, head_dim, dtype, norm, store) -> None:
     g = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=g).to(dtype)
-    half = head_dim // 4 if partial else head_dim // 2
-    angles = torch.rand(num_tokens, half, generator=g) * 100
+    angles = torch.rand(num_tokens, head_dim // 2, generator=g) * 100
     cos, sin = angles.cos(), angles.sin()
-    options = {"neox": neox, "eps": 1e-6}
+    options = {"eps": 1e-6}
     if norm:
         options |= {"q_weight": torch.randn(head_dim, generator=g).to(dtype)}
         options |= {"k_weight": torch.randn(head_dim, generator=g).to(dtype)}
