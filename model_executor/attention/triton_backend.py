@@ -180,8 +180,8 @@ class TritonAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Normalise, rotate and store the new tokens, then `attend`, all in one launch.
 
-        qkv: [T, num_heads + 2 * num_kv_heads, head_dim]. norm: `q_weight`, `k_weight` and `eps`, or nothing.
-        dependent: see `fused_decode`.
+        qkv: [T, num_heads + 2 * num_kv_heads, head_dim]. cos, sin: float32 [T, head_dim / 2]. norm: `q_weight`,
+        `k_weight` and `eps`, or nothing. dependent: see `fused_decode`. Returns [T, num_heads * head_dim].
         """
         plan = self._plan
         assert plan is not None, "plan() comes first"

@@ -12,7 +12,19 @@ from .tuning import cdiv, next_power_of_2
 
 INVALID_TOKEN = -1
 _CHUNK = 4096
-_NO_ID = tl.constexpr(2**31 - 1)
+NO_ID = tl.constexpr(2**31 - 1)
+"""More than any token id."""
+
+
+@triton.jit
+def peak_of_chunk(x, i):
+    """The largest of the logits x of tokens i, and the first token that has it. With a NaN: +inf, which no other chunk
+    exceeds, and -1."""
+    has_nan = tl.sum((x != x).to(tl.int32), axis=0) > 0
+    x = tl.where(x != x, float("-inf"), x)
+    top = tl.max(x, axis=0)
+    first = tl.min(tl.where(x == top, i, NO_ID), axis=0)
+    return tl.where(has_nan, float("inf"), top), tl.where(has_nan, -1, first)
 
 
 @bound
@@ -22,13 +34,9 @@ def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + row * stride_x + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    has_nan = tl.sum((x != x).to(tl.int32), axis=0) > 0
-    x = tl.where(x != x, float("-inf"), x)
-    top = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == top, i, _NO_ID), axis=0)
-    # A chunk with a NaN stores +inf, which no other chunk exceeds, and the id -1.
-    tl.store(part_max_ptr + row * num_chunks + chunk, tl.where(has_nan, float("inf"), top))
-    tl.store(part_id_ptr + row * num_chunks + chunk, tl.where(has_nan, -1, first))
+    top, first = peak_of_chunk(x, i)
+    tl.store(part_max_ptr + row * num_chunks + chunk, top)
+    tl.store(part_id_ptr + row * num_chunks + chunk, first)
 
 
 @bound
@@ -41,9 +49,9 @@ def _argmax_merge_kernel(
     i = tl.arange(0, BLOCK)
     valid = i < num_chunks
     part = tl.load(part_max_ptr + row * num_chunks + i, mask=valid, other=float("-inf"))
-    ids = tl.load(part_id_ptr + row * num_chunks + i, mask=valid, other=_NO_ID)
+    ids = tl.load(part_id_ptr + row * num_chunks + i, mask=valid, other=NO_ID)
     top = tl.max(part, axis=0)
-    token = tl.min(tl.where(part == top, ids, _NO_ID), axis=0)
+    token = tl.min(tl.where(part == top, ids, NO_ID), axis=0)
     token = tl.where(top == float("-inf"), -1, token)
     tl.store(out_ptr + row, token.to(tl.int64))
     if STORE_NEWEST:

@@ -20,8 +20,8 @@ import triton.language as tl
 
 from .bound import bound
 from .decode_merge import MERGE_CHAINS, merge_splits
-from .decode_split import as_operand_of, attend_to_split, load_unit, split_bounds, store_part
-from .primitives import as_kernel_operand, is_interpreted, kv_format, reads_kv_in_pairs, score_scales
+from .decode_split import attend_to_split, load_unit, split_bounds, store_part
+from .primitives import as_kernel_operand, as_operand_of, is_interpreted, kv_format, reads_kv_in_pairs, score_scales
 from .tuning import (
     DecodeTile,
     arch_of,

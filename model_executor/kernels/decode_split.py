@@ -12,15 +12,6 @@ from .primitives import decode_kv, decode_kv_pairs, dot, tanh
 
 
 @triton.jit
-def as_operand_of(q, KV_FORMAT: tl.constexpr):
-    """q in the type of its product with decoded KV."""
-    if KV_FORMAT != 0 and q.dtype != tl.float32:
-        # fp16 holds e4m3 exactly, and rounds probabilities less than bf16.
-        q = q.to(tl.float16)
-    return q
-
-
-@triton.jit
 def split_bounds(split, seq_len, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
     """The positions of a request's split, and the first position that is attended to: lo, hi, first.
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .bound import bound
-from .primitives import decode_kv, dot, tanh
+from .primitives import as_operand_of, decode_kv, dot, tanh
 
 ONE_SPLIT = tl.constexpr(0)
 """Every request has one split."""
@@ -279,16 +279,8 @@ def extend_kernel(
     q_pos = prefix + token
     offs_d = tl.arange(0, BLOCK_D)
     mask = (token < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
-    if KV_FORMAT == 0:
-        compute: tl.constexpr = q_dtype
-    elif q_dtype == tl.float32:
-        compute: tl.constexpr = tl.float32
-    else:
-        # fp16 holds e4m3 exactly, and rounds probabilities less than bf16.
-        compute: tl.constexpr = tl.float16
     q_offsets = (q_start.to(tl.int64) + token[:, None]) * stride_qt + head[:, None] * stride_qh + offs_d[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0).to(compute)
+    q = as_operand_of(tl.load(q_ptr + q_offsets, mask=mask, other=0.0), KV_FORMAT)
     k_head_ptr = k_ptr + kv_head * HEAD_DIM
     v_head_ptr = v_ptr + kv_head * HEAD_DIM
     row_ptr = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * stride_table

@@ -19,9 +19,9 @@ import triton.language as tl
 from .bound import bound
 from .decode_attention import decode_attention_ref, note_registers, num_programs
 from .decode_merge import MERGE_CHAINS, merge_splits
-from .decode_split import as_operand_of, attend_to_split, load_unit, split_bounds, store_part
+from .decode_split import attend_to_split, load_unit, split_bounds, store_part
 from .dependent_launch import launch_options, let_next_start, wait_for_previous
-from .primitives import as_kernel_operand, is_interpreted, kv_format, reads_kv_in_pairs, score_scales
+from .primitives import as_kernel_operand, as_operand_of, is_interpreted, kv_format, reads_kv_in_pairs, score_scales
 from .rotary import load_heads, load_queries, rotary_ref, store_heads, turn_heads, turn_queries
 from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
 from .work_map import WorkMap

@@ -30,11 +30,13 @@ _FIRST_BUCKET = tl.constexpr(0x3C800000 >> 17)
 
 @triton.jit
 def weigh(gap):
+    """The weights of tokens with these gaps: int64."""
     return (tl.exp(-gap) * _ONE + 0.5).to(tl.int64)
 
 
 @triton.jit
 def gaps_of(x, best, temperature):
+    """The gaps of tokens with the logits x: float32, not negative. best: the largest logit."""
     return tl.div_rn(tl.maximum(best - x, 0.0), temperature)
 
 
@@ -66,7 +68,7 @@ def _read(values, ids, start, n, best, temperature, GATHERED: tl.constexpr, BLOC
         i = tl.load(ids + i, mask=valid, other=0)
     else:
         x = tl.load(values + i, mask=valid, other=float("-inf"))
-        gap = tl.div_rn(tl.maximum(best - x, 0.0), temperature)
+        gap = gaps_of(x, best, temperature)
     return gap, tl.where(valid, gap.to(tl.int32, bitcast=True), _NEVER), i
 
 
@@ -86,7 +88,7 @@ def _weight(values, ids, n, limit, best, temperature, GATHERED: tl.constexpr, BL
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, n, BLOCK):
         gap, bits, _ = _read(values, ids, start, n, best, temperature, GATHERED, BLOCK)
-        total += tl.where(bits <= limit, (tl.exp(-gap) * _ONE + 0.5).to(tl.int64), 0)
+        total += tl.where(bits <= limit, weigh(gap), 0)
     return tl.sum(total, axis=0)
 
 

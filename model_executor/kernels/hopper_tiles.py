@@ -290,6 +290,7 @@ def load_q(
     q_ptr, kv_head, tile, q_start, q_len, stride_qt, stride_qh,
     WHICH: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """The queries of a consumer, [64, HEAD_DIM]. Beyond the last token: zeros."""
     token, line, head = rows_of(kv_head, tile, q_start, WHICH, GROUP, BLOCK_M, LAYOUT)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
     offsets = (line * stride_qt + head * stride_qh)[:, None] + offs_d[None, :]

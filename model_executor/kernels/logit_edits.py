@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .argmax import peak_of_chunk
 from .bound import bound
 from .sampling_layout import Column, Field
 from .tuning import cdiv
 
 CHUNK = 4096
 """Logits of one program."""
-_NO_ID = tl.constexpr(2**31 - 1)
 _COLUMNS = tl.constexpr(len(Column))
 _FIELDS = tl.constexpr(len(Field))
 _ROW, _COUNTS, _BIAS, _MASK, _EDITED, _STOPS_START, _STOPS_END = (
@@ -116,13 +116,9 @@ def _edit_kernel(
     if edited >= 0:
         x = _edit(x, i, in_vocab, plan, table_ptr, counts_ptr, bias_ptr, stop_ids_ptr, mask_ptr, vocab, num_words)
         tl.store(edited_ptr + edited * vocab + i, x, mask=in_vocab)
-    has_nan = tl.sum((x != x).to(tl.int32), axis=0) > 0
-    x = tl.where(x != x, float("-inf"), x)
-    top = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == top, i, _NO_ID), axis=0)
-    # A chunk with a NaN stores +inf, which no other chunk exceeds, and the id -1.
-    tl.store(peak_ptr + line * num_chunks + chunk, tl.where(has_nan, float("inf"), top))
-    tl.store(peak_id_ptr + line * num_chunks + chunk, tl.where(has_nan, -1, first))
+    top, first = peak_of_chunk(x, i)
+    tl.store(peak_ptr + line * num_chunks + chunk, top)
+    tl.store(peak_id_ptr + line * num_chunks + chunk, first)
 
 
 def edit_logits(

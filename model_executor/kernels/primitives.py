@@ -16,7 +16,6 @@ import triton.language as tl
 from .bound import Bound
 
 LOG2_E = 1.4426950408889634
-FP8_E4M3_MAX = 448.0
 
 KV_PLAIN = tl.constexpr(0)
 """KV has the dtype of the activations."""
@@ -65,6 +64,15 @@ def score_scales(sm_scale: float, soft_cap: float | None) -> tuple[float, float]
         return sm_scale * LOG2_E, 0.0
     assert soft_cap > 0
     return soft_cap * LOG2_E, sm_scale / soft_cap
+
+
+@triton.jit
+def as_operand_of(q, KV_FORMAT: tl.constexpr):
+    """q in the type of its product with decoded KV."""
+    if KV_FORMAT != 0 and q.dtype != tl.float32:
+        # fp16 holds e4m3 exactly, and rounds probabilities less than bf16.
+        q = q.to(tl.float16)
+    return q
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from .bound import bound
-from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
+from .primitives import as_kernel_operand, encode_e4m3
+from .store_kv import store_kv_ref
 from .tuning import INTERPRETER, MAX_HEAD_DIM, arch_of, cdiv, decode_tile, next_power_of_2
 
 _HEADS_PER_PROGRAM = 8
@@ -324,7 +325,4 @@ def rotary_ref(
         return
     assert k_buffer is not None and v_buffer is not None
     v = qkv[:, num_heads + num_kv_heads : num_heads + 2 * num_kv_heads]
-    for new, pool, scale in ((qk[:, num_heads:], k_buffer, k_scale), (v, v_buffer, v_scale)):
-        if pool.dtype == torch.float8_e4m3fn:
-            new = (new.float() * (1.0 / scale)).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
-        pool[slots.long()] = new.to(pool.dtype)
+    store_kv_ref(qk[:, num_heads:], v, k_buffer, v_buffer, slots, k_scale=k_scale, v_scale=v_scale)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from .bound import bound
-from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
+from .fp8_layout import FP8_MAX
+from .primitives import as_kernel_operand, encode_e4m3
 from .tuning import next_power_of_2, row_warps
 
 
@@ -98,5 +99,5 @@ def store_kv_ref(
     """`store_kv` in plain torch."""
     for new, pool, scale in ((k, k_buffer, k_scale), (v, v_buffer, v_scale)):
         if pool.dtype == torch.float8_e4m3fn:
-            new = (new.float() * (1.0 / scale)).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
+            new = (new.float() * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX)
         pool[slots.long()] = new.to(pool.dtype)
