@@ -181,6 +181,18 @@ def test_decoding_requests_that_share_a_prefix_take_no_more_than_the_bound() -> 
 
 @pytest.mark.usefixtures("sm_90")
 @settings(max_examples=examples(30))
+@given(lens=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=60), pool_pages=st.integers(1, 6250))
+def test_launches_of_decode_attention_have_all_splits_and_no_more_than_the_bound(
+    lens: list[int], pool_pages: int
+) -> None:
+    backend = llama_1b(64 * pool_pages)
+    parts = decode_part_bytes(backend, np.array(lens, np.int32))
+    assert sum(parts) == sum(-(-length // 256) for length in lens) * 32 * 65 * 4
+    assert max(parts) <= backend.decode_part_bytes(len(lens), CONTEXT, 64 * pool_pages)
+
+
+@pytest.mark.usefixtures("sm_90")
+@settings(max_examples=examples(30))
 @given(size=st.integers(1, 300), pool_pages=st.integers(1, 6250), context=st.integers(1, CONTEXT))
 def test_no_recorded_step_is_divided(size: int, pool_pages: int, context: int) -> None:
     """A recorded launch serves all lengths, so it serves all requests."""
