@@ -150,6 +150,13 @@ class AnswerText:
                 return ""
             yield
 
+    def accept_end(self, mark: str) -> Reading[str]:
+        """Takes the mark that ends a call, or its first part if the answer ends within it. Returns what was taken."""
+        taken = yield from self.accept(mark)
+        if not taken and mark.startswith(self._text[self._at :]):
+            taken = yield from self.take(len(mark))
+        return taken
+
     def run(self, pattern: re.Pattern[str], put: Callable[[str], None]) -> Reading[None]:
         """Passes the characters on that match the pattern, which is a class of characters with `+`."""
         while True:

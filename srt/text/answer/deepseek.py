@@ -34,7 +34,7 @@ def read_deepseek(answer: AnswerText, functions: Functions) -> Reading[None]:
                 answer.give_back()
                 break
             yield from answer.skip_space()
-            yield from answer.accept(CALL_END)
+            yield from answer.accept_end(CALL_END)
             answer.hold()
 
 
@@ -50,5 +50,5 @@ def _read_call(answer: AnswerText, functions: Functions) -> Reading[bool]:
     if name not in functions or not (yield from read_arguments(answer, name)):
         return False
     yield from answer.skip_space()
-    yield from answer.accept("```")
+    yield from answer.accept_end("```")
     return True

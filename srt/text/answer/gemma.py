@@ -34,7 +34,7 @@ def read_gemma(answer: AnswerText, functions: Functions) -> Reading[None]:
         answer.arguments("{")
         yield from _copy_object(answer)
         yield from answer.skip_space()
-        yield from answer.accept(ENDS[mark])
+        yield from answer.accept_end(ENDS[mark])
 
 
 def _copy_object(answer: AnswerText) -> Reading[bool]:

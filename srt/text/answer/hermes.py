@@ -17,4 +17,4 @@ def read_hermes(answer: AnswerText, functions: Functions) -> Reading[None]:
             answer.give_back()
             continue
         yield from answer.skip_space()
-        yield from answer.accept(END)
+        yield from answer.accept_end(END)

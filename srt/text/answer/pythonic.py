@@ -46,7 +46,7 @@ def _read_list(answer: AnswerText, functions: Functions) -> Reading[None]:
         yield from answer.skip_space()
         if (yield from answer.accept(",", "]")) != ",":
             yield from answer.skip_space()
-            yield from answer.accept(END)
+            yield from answer.accept_end(END)
             answer.release()
             return
     answer.give_back()

@@ -44,7 +44,7 @@ def read_qwen3_coder(answer: AnswerText, functions: Functions) -> Reading[None]:
             continue
         yield from _read_arguments(answer, functions, name)
         yield from answer.skip_space()
-        yield from answer.accept(END)
+        yield from answer.accept_end(END)
 
 
 def _read_arguments(answer: AnswerText, functions: Functions, name: str) -> Reading[None]:
@@ -67,7 +67,7 @@ def _read_arguments(answer: AnswerText, functions: Functions, name: str) -> Read
             is_whole = yield from _read_value(answer, functions.kinds(name, key))
         if not is_whole:
             return
-    ended = yield from answer.accept("</function>")
+    ended = yield from answer.accept_end("</function>")
     if ended or (yield from answer.peek()):
         answer.arguments("}")
 

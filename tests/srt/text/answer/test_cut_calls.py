@@ -1,0 +1,29 @@
+"""Answers that reach their maximum length within a tool call."""
+
+from __future__ import annotations
+
+import pytest
+
+from tercet.srt.text.answer.answer_parser import AnswerFormat, join_parts, parse_answer
+from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content
+from tercet.srt.text.answer.tools import Functions
+
+
+@pytest.mark.parametrize(
+    ("tools", "call", "end"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n', "</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=now>\n", "</function>"),
+        ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n", "</tool_call>"),
+        ("gemma", "<start_function_call>call:now{}", "<end_function_call>"),
+        ("pythonic", "<|python_start|>[now()]", "<|python_end|>"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n", "```"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}", "<｜tool▁call▁end｜>"),
+    ],
+)
+def test_a_part_of_the_mark_that_ends_a_call_is_no_content(tools: str, call: str, end: str) -> None:
+    form = AnswerFormat(tools=tools, functions=Functions({"now": None}))
+    called = [CallStart("now"), Arguments("{}")]
+    for length in range(1, len(end) + 1):
+        assert join_parts(parse_answer(form, call + end[:length])) == called
+    assert join_parts(parse_answer(form, f"{call}<ok>")) == [*called, Content("<ok>")]
