@@ -106,7 +106,7 @@ def is_plain(schema: Any, text: str) -> bool:
 
 
 def is_any(schema: Any) -> bool:
-    """Whether the schema takes any value or any object: that of JSON mode, and of a function without parameters."""
+    """Whether the schema takes any value or any object: that of JSON mode, and of a function that is not strict."""
     if not isinstance(schema, dict):
         return False
     limits = {name: value for name, value in schema.items() if name not in _LABELS}
@@ -139,7 +139,6 @@ def _is_plain_object(schema: dict[str, Any], keys: set[str], places: set[str], d
         keys <= {"type", "properties", "required", "additionalProperties"}
         and schema.get("additionalProperties", False) is False
         and isinstance(properties, dict)
-        and bool(properties)
         and all(map(_is_plain_text, properties))
         and isinstance(required, list)
         and all(isinstance(name, str) and name in properties for name in required)

@@ -47,6 +47,7 @@ def test_a_schema_is_closed_where_it_says_nothing_else(schema: Any, expected: An
         SHUT,
         {"type": "array", "items": ITEM, "title": "Items"},
         {"enum": ["a", 1, None, True]},
+        {"type": "object", "properties": {}},
         {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
         {"$defs": {"x": ITEM}, "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}},
     ],

@@ -65,7 +65,7 @@ class ResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`")]
     description: Annotated[str | None, doc("What the function does; the model reads it")] = None
     parameters: Annotated[
-        dict[str, Any] | None, doc("JSON Schema of the arguments, of type object; default: any object")
+        dict[str, Any] | None, doc("JSON Schema of the arguments, of type object; default: no arguments")
     ] = None
     strict: Annotated[bool | None, doc("As in /v1/chat/completions; default false")] = None
 

@@ -29,7 +29,7 @@ class Function(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`")]
     description: Annotated[str | None, doc("What the function does; the model reads it")] = None
     parameters: Annotated[
-        dict[str, Any] | None, doc("JSON Schema of the arguments, of type object; default: any object")
+        dict[str, Any] | None, doc("JSON Schema of the arguments, of type object; default: no arguments")
     ] = None
     strict: Annotated[
         bool | None, doc("Constrain the arguments to the schema, default false; a required call always is")

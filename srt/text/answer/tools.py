@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
 
 class Functions:
     """The functions by name, each with the JSON Schema of its parameters."""
@@ -19,8 +21,9 @@ class Functions:
         return iter(self._parameters)
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """The schema of the parameters, which are an object. Without one, a function takes any object."""
-        return {**(self._parameters[name] or {}), "type": "object"}
+        """The schema of the parameters, which are an object. Without one, a function has no parameters."""
+        parameters = self._parameters[name]
+        return _NO_PARAMETERS if parameters is None else {**parameters, "type": "object"}
 
     def is_text(self, name: str, parameter: str) -> bool:
         """Whether the schema says that a parameter is a string and nothing else."""

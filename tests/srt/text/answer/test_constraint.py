@@ -33,7 +33,7 @@ FUNCTIONS = Functions(
             "required": ["city"],
             "additionalProperties": False,
         },
-        "g": None,
+        "g": {},
     }
 )
 ONE = {
@@ -198,11 +198,20 @@ def test_a_strict_call_has_no_other_spelling(name: str, call: str) -> None:
     assert not accepts(tag, call) and not takes(compile_exact(tag), call)
 
 
-def test_a_function_without_parameters_gets_none() -> None:
-    functions = Functions({"f": {"type": "object", "properties": {}, "additionalProperties": False}})
-    grammar = compile_exact(must_call("qwen3_coder", functions, ["f"], several=False))
-    assert takes(grammar, "<tool_call>\n<function=f>\n\n</function>\n</tool_call>")
-    assert not takes(grammar, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>")
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("schema", [None, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_gets_none(backend: str, schema: dict[str, Any] | None) -> None:
+    """OpenAI: a function whose `parameters` are absent has an empty list of parameters."""
+    functions = Functions({"f": schema})
+    compiler = make_compiler(backend, VOCABULARY)
+    for name, none, one in (
+        ("hermes", "{}", '{"x": 1}'),
+        ("qwen3_coder", "", "<parameter=x>\n1\n</parameter>"),
+    ):
+        tag = must_call(name, functions, ["f"], several=False)
+        grammar = compiler.compile(spec_of(structural_tag=tag))
+        begin, end = tag["format"]["tags"][0]["begin"], tag["format"]["tags"][0]["end"]
+        assert takes(grammar, f"{begin}{none}{end}") and not takes(grammar, f"{begin}{one}{end}")
 
 
 @pytest.mark.parametrize("name", sorted(ONE))
