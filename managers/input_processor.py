@@ -296,9 +296,9 @@ class InputProcessor:
         vocab_size = self._facts.vocab_size
         if 0 <= min(ids) <= max(ids) < vocab_size:
             return
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
         if not is_text:
-            raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="input_ids")
+            check_token_ids(ids, vocab_size, "input_ids")
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
         assert self.tokenizer is not None
         raise InvalidRequest(
             f"the text contains the token {self.tokenizer.id_to_token(wrong)!r} (id {wrong}), but the model's "
@@ -315,6 +315,15 @@ class InputProcessor:
                 ", ".join(map(repr, tokens[:_MAX_TOKENS_SHOWN])),
                 ", ..." if len(tokens) > _MAX_TOKENS_SHOWN else "",
             )
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest for an id that is not in the model's vocabulary. `param`: the field that has the ids."""
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+        return
+    wrong = next(i for i in ids if not 0 <= i < vocab_size)
+    given = wrong if wrong.bit_length() <= 64 else "a number of more than 64 bits"
+    raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {given}", param=param)
 
 
 def _sampling_defaults(server_args: ServerArgs, model_config: ModelConfig) -> dict[str, Any]:

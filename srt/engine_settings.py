@@ -26,6 +26,8 @@ def engine_settings(
     if server_args is not None:
         if model_path is not None or settings:
             raise ValueError("give either server_args, or model_path and settings, not both")
+        if not isinstance(server_args, ServerArgs):
+            raise ValueError(f"server_args must be tercet.ServerArgs, got {type(server_args).__name__}")
         return server_args
     for name in sorted(set(settings) & refused.keys()):
         raise ValueError(f"{name} is a setting of {refused[name]}; this engine does not accept it")

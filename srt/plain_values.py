@@ -16,15 +16,15 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 def plain_value(value: Any) -> Any:
-    """The value in builtin types. Arrays and sequences become lists, and numbers and texts of numpy and torch become
-    Python's.
+    """The value in builtin types. Arrays and sequences become lists, mappings dicts, and numbers and texts of numpy and
+    torch become Python's.
 
     Bytes stay bytes. Raises InvalidRequest for other values that JSON cannot represent.
     """
     try:
         # msgspec would write bytes in base64, so the request would have another text than the caller's.
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_from_array, builtin_types=_BYTES)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequest(f"a request must consist of values that JSON can represent: {error}") from error
     except RecursionError:
         raise InvalidRequest("the request is nested too deeply, or contains itself") from None
@@ -32,7 +32,7 @@ def plain_value(value: Any) -> Any:
 
 def check_in_json(value: Any, path: str) -> None:
     """Raises InvalidRequest for values that JSON cannot represent: numbers that are not finite, text that is not
-    Unicode, bytes. Also for a value that is nested too deeply."""
+    Unicode, bytes. Also for integers of more than 64 bits, and for a value that is nested too deeply."""
     try:
         _check_in_json(value, path)
     except RecursionError:
@@ -42,6 +42,8 @@ def check_in_json(value: Any, path: str) -> None:
 def _check_in_json(value: Any, path: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{path} must be a finite number, got {value}", param=path)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise InvalidRequest(f"{path} must be a number of at most 64 bits", param=path)
     if isinstance(value, _BYTES):
         raise InvalidRequest(f"{path} must be a text, got {type(value).__name__}", param=path)
     if isinstance(value, str):
@@ -70,11 +72,14 @@ def converted(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _from_array(value: Any) -> Any:
     """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values. Also a
-    sequence, such as a range, as a list. A text or bytes of a class of their own, such as numpy's, are no sequence."""
+    sequence, such as a range, as a list, and a mapping, such as a UserDict, as a dict. A text or bytes of a class of
+    their own, such as numpy's, are no sequence."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, bytes | bytearray):
         return bytes(value)
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, Sequence):
         return list(value)
     tolist = getattr(value, "tolist", None)

@@ -116,7 +116,7 @@ class Engine:
         A list may have any length: at most `max_queued_requests` samples are in the scheduler at a time. An exception
         during the call, Ctrl-C included, aborts all its samples.
         """
-        made = self._request(prompt, sampling_params, request, stream=stream)
+        made = self._request(prompt, sampling_params, request, stream=stream, progress=progress)
         if stream:
             return EngineStream(self, self._thread, made)
         return self._thread.wait(made.run(progress))
@@ -154,10 +154,10 @@ class Engine:
         With `stream`, returns an asynchronous iterator; awaiting it first starts the request. Cancelling the waiting
         task aborts the request.
         """
-        made = self._request(prompt, sampling_params, request, stream=stream)
+        made = self._request(prompt, sampling_params, request, stream=stream, progress=progress)
         if stream:
             return AsyncEngineStream(self, self._thread, made)
-        return self._thread.wait_async(made.run(progress))
+        return self._async_answer(made, progress)
 
     def abort(self, rid: str) -> bool:
         """Aborts the request with this name. Returns whether there was such a request."""
@@ -264,9 +264,21 @@ class Engine:
         raise TypeError("an Engine can be neither pickled nor copied; create it in the process that uses it")
 
     def _request(
-        self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any], *, stream: bool
+        self,
+        prompt: str | Sequence[str] | None,
+        sampling: Sampling,
+        request: Mapping[str, Any],
+        *,
+        stream: bool,
+        progress: bool | None,
     ) -> EngineRequest:
+        if stream and progress:
+            raise InvalidRequest("a stream has no progress bar", param="progress")
         return EngineRequest(self._server, self._sample_limit, _body(prompt, sampling, request, stream=stream))
+
+    async def _async_answer(self, request: EngineRequest, progress: bool | None) -> Any:
+        """The complete answer. The coroutine keeps this Engine alive."""
+        return await self._thread.wait_async(request.run(progress))
 
     async def _abort(self, rid: str) -> bool:
         return self._server.manager.abort(rid)

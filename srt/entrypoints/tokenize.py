@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ...managers.input_processor import check_token_ids
 from ..errors import InvalidRequest
 from ..text.tokenizer import Tokenizer
 from .native import check_not_empty, check_num_prompts, split_ids
@@ -168,9 +169,7 @@ def _detokenized(
     check_num_prompts(len(lists), "tokens")
     texts = []
     for ids in lists:
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < vocab_size)
-            raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="tokens")
+        check_token_ids(ids, vocab_size, "tokens")
         texts.append(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
     text = texts if is_list else texts[0]
     return DetokenizeAnswer(text, text)

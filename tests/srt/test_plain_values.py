@@ -58,3 +58,8 @@ def test_a_text_of_a_class_of_its_own_is_one_text(text: str) -> None:
 def test_bytes_of_a_class_of_their_own_are_no_token_ids() -> None:
     with pytest.raises(InvalidRequest, match="must be a text, got bytes"):
         check_in_json(plain_value(np.bytes_(b"ab")), "text")
+
+
+def test_a_name_that_python_does_not_write_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="values that JSON can represent"):
+        plain_value({"logit_bias": {10**5000: 1}})

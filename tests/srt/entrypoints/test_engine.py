@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import fake_child
 import numpy as np
@@ -131,6 +132,7 @@ def test_a_stream_of_several_prompts_says_which(engine: Engine) -> None:
             "sampling_params.json_schema.const",
         ),
         ({"input_ids": [5000]}, "input_ids"),
+        ({"input_ids": [10**5000]}, "input_ids"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -165,6 +167,15 @@ def test_coroutines_of_another_loop(engine: Engine) -> None:
         assert [answer["text"] async for answer in awaited][-1] == text_of(3)
         # As in a notebook: a blocking call while a loop runs in this very thread.
         assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})["text"] == text_of(2)
+
+    asyncio.run(scenario())
+
+
+def test_a_coroutine_keeps_its_engine(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        answer = ToyEngine(server_args=toy_args(tmp_path)).async_generate(input_ids=[1], sampling_params=SHORT)
+        gc.collect()
+        assert (await answer)["text"] == text_of(2)
 
     asyncio.run(scenario())
 
@@ -307,3 +318,6 @@ def test_a_progress_bar_where_it_is_asked_for(engine: Engine, capsys: pytest.Cap
     assert "20" not in capsys.readouterr().err  # not a terminal
     engine.generate(input_ids=[[1]] * 3, sampling_params={"max_new_tokens": 1}, progress=True)
     assert "3/3" in capsys.readouterr().err
+    for generate in (engine.generate, engine.async_generate):
+        with pytest.raises(InvalidRequest, match="a stream has no progress bar"):
+            generate(input_ids=[1], stream=True, progress=True)

@@ -41,6 +41,8 @@ def test_settings_that_do_not_fit_an_engine(tmp_path: Path) -> None:
         Engine("model", no_such=1)
     with pytest.raises(ValueError, match="not both"):
         Engine("model", server_args=toy_args(tmp_path))
+    with pytest.raises(ValueError, match=r"server_args must be tercet.ServerArgs, got dict"):
+        Engine(server_args={"model_path": "model"})  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         Engine(str(tmp_path / "nothing"))
 

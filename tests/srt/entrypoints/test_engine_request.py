@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import ChainMap, UserDict
 from collections.abc import Coroutine
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -188,6 +190,21 @@ def test_numbers_that_json_does_not_have_are_refused_by_name(field: str, value: 
     with pytest.raises(InvalidRequest) as caught:
         _body(["a", "b"], [{}, {"logit_bias": {5: value}}], {})
     assert caught.value.param == "sampling_params[1].logit_bias.5"
+
+
+def test_numbers_of_more_than_64_bits_are_refused_by_name() -> None:
+    for number in (2**64, -(2**63) - 1, 10**5000):  # pytest cannot show the last one
+        for sampling, field in (({"n": number}, "n"), ({"json_schema": {"maximum": number}}, "json_schema.maximum")):
+            with pytest.raises(InvalidRequest, match="at most 64 bits") as caught:
+                _body("a", sampling, {})
+            assert caught.value.param == f"sampling_params.{field}"
+
+
+def test_any_mapping_is_an_object() -> None:
+    for sampling in (UserDict(n=2), ChainMap({"n": 2}), MappingProxyType({"n": 2})):
+        assert _body("a", sampling, {}).sampling_params == _body("a", {"n": 2}, {}).sampling_params
+    nested = {"json_schema": MappingProxyType({"type": "object"})}
+    assert _body("a", nested, {}).sampling_params == _body("a", {"json_schema": {"type": "object"}}, {}).sampling_params
 
 
 def test_text_that_is_not_unicode_is_refused_by_name() -> None:
