@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import sys
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
-from tqdm import tqdm
 
 from ...managers.generation import Generation
 from ...managers.request_registry import PromptSamples, Request
@@ -25,14 +23,13 @@ from . import native
 from .engine_thread import EngineThread
 from .job import Sample, outputs, samples_of
 from .native_protocol import GenerateBody
+from .progress import progress_bar
 from .request_names import RequestNames
 from .routing import Server
 
 Answer: TypeAlias = dict[str, Any]
 """One sample: `text`, `output_ids` and `meta_info`. A stream of several samples adds `index`."""
 
-_PROGRESS_ABOVE = 16
-"""With more samples than this, a terminal shows a progress bar."""
 _MAX_IN_FLIGHT = 1024
 _RETRY_S = 0.05
 
@@ -76,9 +73,7 @@ class EngineRequest:
         """
         self._begin()
         self._feeder = asyncio.create_task(self._feed())
-        if progress is None:
-            progress = len(self._samples) > _PROGRESS_ABOVE and sys.stderr.isatty()
-        with tqdm(total=len(self._samples), unit="sample", disable=not progress) as bar:
+        with progress_bar(len(self._samples), progress) as bar:
             try:
                 async for sample, out in self._outputs():
                     sample.collect(out)
