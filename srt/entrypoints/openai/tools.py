@@ -131,6 +131,9 @@ def constrained(body: ChatBody, plan: AnswerPlan) -> tuple[ChatBody, AnswerPlan]
     ((kind, value),) = grammar_of(body).items()
     if kind == "structural_tag" and plan.constraint is None:
         return body, plan  # its tags may be the calls
+    if plan.is_closed and field == "response_format" and kind != "structural_tag":
+        # It is the format of text, and the answer has none.
+        return msgspec.structs.replace(body, response_format=None, structural_tag=plan.constraint), plan
     if plan.is_closed or kind == "structural_tag":
         beside = "a required call" if plan.is_closed else "strict functions or allowed_tools"
         raise InvalidRequest(f"{field} is not possible beside {beside}: both constrain the answer", param=field)

@@ -87,10 +87,32 @@ def test_without_calls_the_grammar_is_the_clients(site: Site) -> None:
     )
 
 
+def test_a_required_call_has_no_text_in_a_format(site: Site) -> None:
+    """The client instructor sends both to /v1/responses."""
+    for fields in (FORMAT, {"response_format": {"type": "json_object"}}):
+        site.good(CHAT, {**ASK, "tools": [tool()], "tool_choice": "required", **fields})
+    schema = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    choice = {"type": "function", "name": "f"}
+    site.good(
+        RESPONSES,
+        {
+            "input": "hi",
+            "tools": [{"type": "function", "name": "f"}],
+            "tool_choice": choice,
+            "text": {"format": schema},
+        },
+    )
+    for received in site.scheduler.received:
+        form = json.loads(received.options.sampling.structural_tag or "")["format"]
+        assert form["type"] == "tags_with_separator" and received.options.sampling.json_schema is None
+    assert len(site.scheduler.received) == 3
+
+
 def test_what_cannot_stand_beside_calls_is_refused(site: Site) -> None:
     tag = {"type": "structural_tag", "structures": [], "triggers": ["<a>"]}
     for fields, param, says in (
-        ({**FORMAT, "tool_choice": "required"}, "response_format", "both constrain"),
+        ({"json_schema": json.dumps(SCHEMA), "tool_choice": "required"}, "json_schema", "both constrain"),
+        ({"response_format": tag, "tool_choice": "required"}, "response_format", "both constrain"),
         ({"response_format": tag, "tools": [tool(strict=True)]}, "response_format", "both constrain"),
         ({"ebnf": 'root ::= "a"'}, "ebnf", "not possible beside tools"),
         ({"json_schema": "{"}, "json_schema", "not JSON"),

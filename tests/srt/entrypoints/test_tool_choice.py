@@ -109,8 +109,4 @@ def test_a_choice_that_cannot_be_is_refused(site: Site, path: str) -> None:
         error = site.refused(path, body(path, choice))
         assert error["param"].startswith("tool_choice") and error["param"].endswith(param), error
         assert says in error["message"]
-    form = (
-        {"response_format": {"type": "json_object"}} if path == CHAT else {"text": {"format": {"type": "json_object"}}}
-    )
-    assert "both constrain" in site.refused(path, body(path, allowed(path, "required", "f"), **form))["message"]
     assert site.scheduler.received == []
