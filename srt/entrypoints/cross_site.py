@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .auth import OPEN_PATHS
@@ -94,8 +97,23 @@ class CrossSiteGuard:
         return name in self._own_names or name.endswith(".localhost") or _is_address(name)
 
 
+class Cors(CORSMiddleware):
+    """Tells browsers what pages of the allowed origins may do. A browser's question about another page gets 403."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        page, method = request_headers["origin"], request_headers["access-control-request-method"]
+        refused = error_response(
+            Forbidden(f"web pages of {shown(page)} must not send {shown(method)} requests (docs/api.md, Web pages)")
+        )
+        refused.headers["vary"] = answer.headers["vary"]
+        return refused
+
+
 def cors_settings(allowed_origins: Sequence[str]) -> dict[str, Any]:
-    """Arguments of Starlette's CORSMiddleware, which tells browsers what pages of these origins may do.
+    """Arguments of `Cors` for pages of these origins.
 
     Pages may send any header, such as `Authorization`, but never the user's cookies.
     """

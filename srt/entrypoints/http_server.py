@@ -9,7 +9,6 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 from starlette.types import ExceptionHandler
 
@@ -33,7 +32,7 @@ from . import (
     weights,
 )
 from .auth import ApiKeyGuard
-from .cross_site import CrossSiteGuard, cors_settings
+from .cross_site import Cors, CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
 from .forwarded import WHOLE_SERVER, Forward, ForwardedEndpoint
 from .key_limits import KeyLimits
@@ -308,7 +307,7 @@ def _middleware(args: ServerArgs, tracer: RequestTracer | None) -> list[Middlewa
     origins = args.origins
     outer = [Middleware(RequestLog, args, tracer), Middleware(TrailingSlash)]
     if origins:
-        outer.append(Middleware(CORSMiddleware, **cors_settings(origins)))
+        outer.append(Middleware(Cors, **cors_settings(origins)))
     if not args.api_keys:
         return [*outer, Middleware(CrossSiteGuard, args.host, origins)]
     guard_browsers = partial(CrossSiteGuard, host=args.host, allowed_origins=origins, any_host_name=True)

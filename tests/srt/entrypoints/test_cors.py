@@ -66,6 +66,16 @@ def test_another_page_may_not(keyed: Site) -> None:
     site.close()
 
 
+@pytest.mark.parametrize(("page", "method"), [("https://evil.example", "POST"), ("null", "POST"), (PAGE, "DELETE")])
+def test_a_question_about_another_page_or_method_gets_an_error_of_the_api(keyed: Site, page: str, method: str) -> None:
+    headers = {"origin": page, "access-control-request-method": method}
+    answer = keyed.request("OPTIONS", "/generate", headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (403, "application/json")
+    error = answer.json()["error"]
+    assert error["code"] == "cross_site" and page in error["message"] and method in error["message"]
+    assert "Origin" in answer.headers["vary"] and "access-control-allow-origin" not in answer.headers
+
+
 def test_by_default_no_page_may(site: Site) -> None:
     asked = site.request("OPTIONS", "/generate", headers={"origin": PAGE, **ASKS})
     assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
