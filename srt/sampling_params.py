@@ -14,6 +14,7 @@ import msgspec
 
 from .errors import InvalidRequest
 from .grammar_spec import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
+from .plain_values import converted
 from .text.stop_regex import MAX_STATES, compile_stop_regex
 
 MAX_STOP_STRINGS = 32
@@ -33,7 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The sampling parameters of one request. The defaults are those of SGLang's `/generate`.
 
     `top_k`, `top_p` and `min_p` are joint filters: each threshold is computed on the full distribution after
-    temperature, so no filter changes the meaning of another. Raises InvalidRequest for a value out of range.
+    temperature, so no filter changes the meaning of another. Raises InvalidRequest for a value out of range or of a
+    wrong type.
     """
 
     max_new_tokens: int | None = 128
@@ -68,6 +70,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tags in free text, as JSON: managers/structural_tag.py."""
 
     def __post_init__(self) -> None:
+        try:
+            self._check_numbers()
+            self._check_stops()
+            self._check_logit_bias()
+            self._check_grammar()
+        except (TypeError, AttributeError, OverflowError):  # only of a program's value: decoders check types first
+            converted(SamplingParams, msgspec.structs.asdict(self))
+            raise
+
+    def _check_numbers(self) -> None:
         if self.max_new_tokens is not None:
             _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "at least 0, or null")
         _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "at least 0")
@@ -91,9 +103,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.sampling_seed is not None:
             seed_ok = -(2**63) <= self.sampling_seed < 2**63
             _check("sampling_seed", self.sampling_seed, seed_ok, "a 64-bit signed integer")
-        self._check_stops()
-        self._check_logit_bias()
-        self._check_grammar()
 
     def _check_stops(self) -> None:
         stops = self.stop_strings
@@ -111,12 +120,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ids = self.stop_token_ids or ()
         _check("stop_token_ids", len(ids), len(ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token in ids:
-            _check("stop_token_ids", token, 0 <= token < 2**31, "token ids of at least 0")
+            _check("stop_token_ids", token, 0 <= token < 2**31, "token ids in [0, 2**31)")
 
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias or {}
         _check("logit_bias", len(bias), len(bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries")
         for key, value in bias.items():
+            if not isinstance(key, str):
+                raise InvalidRequest(
+                    f"the keys of logit_bias must be text, such as '5', got {key!r}", param="logit_bias"
+                )
             # Without leading zeros, so that a token has one key. Longer texts are no ids, and slow to convert.
             key_ok = _TOKEN_ID.fullmatch(key) is not None and int(key) < 2**31
             _check("logit_bias", key, key_ok, "token ids as keys")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tercet.srt.errors import InvalidRequest
@@ -23,3 +25,30 @@ def test_a_token_has_only_one_key_in_logit_bias(key: str) -> None:
 @pytest.mark.parametrize("key", ["0", "5", str(2**31 - 1)])
 def test_token_ids_are_keys_of_logit_bias(key: str) -> None:
     assert SamplingParams(logit_bias={key: 1.0}).logit_bias == {key: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("temperature", "0.5", "temperature: Expected float, got str"),
+        ("temperature", 10**400, "temperature: Number out of range"),
+        ("max_new_tokens", "5", "max_new_tokens: Expected int | null, got str"),
+        ("stop", 5, "stop: Expected str | array | null, got int"),
+        ("stop", [5], "stop[0]: Expected str, got int"),
+        ("stop_token_ids", 5, "stop_token_ids: Expected array | null, got int"),
+        ("logit_bias", [5], "logit_bias: Expected object | null, got array"),
+        ("logit_bias", {5: 1.0}, "the keys of logit_bias must be text, such as '5', got 5"),
+        ("logit_bias", {"5": "1"}, "logit_bias[...]: Expected float, got str"),
+        ("json_schema", {"type": "object"}, "json_schema: Expected str | null, got object"),
+    ],
+)
+def test_a_value_of_another_type_is_named(field: str, value: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.message == says
+
+
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_a_stop_token_out_of_range_is_named(token: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"stop_token_ids must be token ids in \[0, 2\*\*31\), got {token}"):
+        SamplingParams(stop_token_ids=[token])
