@@ -152,7 +152,7 @@ class Engine:
         """`generate` for coroutines of any event loop. Returns an awaitable.
 
         With `stream`, returns an asynchronous iterator; awaiting it first starts the request. Cancelling the waiting
-        task aborts the request.
+        task aborts the request, and ends the stream. So does a time limit for one answer (`asyncio.wait_for`).
         """
         made = self._request(prompt, sampling_params, request, stream=stream, progress=progress)
         if stream:

@@ -204,11 +204,10 @@ class BoundEndpoint:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
             raise too_large
-        encoding = request.headers.get("content-encoding", "identity").lower()
-        if encoding not in ("", "identity"):
-            raise InvalidRequest(
-                f"content-encoding {shown(encoding)} is not supported; send the body without compression"
-            )
+        for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+            coding = request.headers.get(name, plain).lower()
+            if coding not in ("", plain):
+                raise InvalidRequest(f"{name} {shown(coding)} is not supported; send the body without compression")
         held = self.server.held
         data = bytearray()
         async for part in request.stream():
