@@ -32,7 +32,7 @@ from .recorded_workloads import custom, first_questions, mooncake, sharegpt
 from .report import json_line, table
 from .serving_args import DATASET_FLAGS, parse
 from .text_files import read_text
-from .traffic import drive
+from .traffic import drive, duration_s
 from .workloads import PromptMaker, Request, Stream, random_stream
 
 _PROGRAM = "python -m tercet.benchmarks.bench_serving"
@@ -46,7 +46,8 @@ class BenchError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code.
 
-    0: every request succeeded. 1: a request failed, or nothing could be measured or written. 130: interrupted.
+    0: every request succeeded. 1: a request failed, or nothing could be measured or written. 130: Ctrl-C. Then the
+    result covers the requests that had ended, and no file is written.
     """
     options = parse(_PROGRAM, argv)
     try:
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(table(result))
         _plot_in_terminal(options, run.measured)
         sys.stdout.write(json_line(result))
+        if run.interrupted:
+            return 130
         # Files come last: if one cannot be written, the result has been printed.
         if options.output_file is not None:
             details = _details(run) if options.output_details else {}
@@ -115,8 +118,12 @@ class _Server:
 @dataclass(frozen=True)
 class _Run:
     settings: RequestSettings
+    num_prompts: int
     requests: list[Request]
+    """Those that have ended."""
     outputs: list[Output]
+    interrupted: bool
+    """Whether Ctrl-C has ended the run before all requests had ended."""
     measured: Measured
     client_cpu_s: float
     """Processor seconds that this client used during the run."""
@@ -153,16 +160,28 @@ async def _run(options: argparse.Namespace) -> _Run:
             answer = await client.request("POST", backend.flush_path)
             if answer.status != 200:
                 raise BenchError(f"--flush-cache: {answer.status} {answer.reason}: {error_text(answer.body)}")
+        ended: dict[int, Output] = {}
+        interrupted = False
         with tqdm(total=len(bodies), disable=options.disable_tqdm, unit="req", dynamic_ncols=True) as bar:
+
+            def on_finished(index: int, output: Output) -> None:
+                ended[index] = output
+                bar.update()
+
             cpu_s = time.process_time()
-            outputs, duration_s = await drive(
-                client, dialect, bodies, times, options.max_concurrency, lambda output: bar.update()
-            )
+            try:
+                await drive(client, dialect, bodies, times, options.max_concurrency, on_finished)
+            except asyncio.CancelledError:  # Ctrl-C
+                if not ended:
+                    raise
+                interrupted = True
             cpu_s = time.process_time() - cpu_s
     finally:
         await client.close()
-    measured = measure(requests, outputs, duration_s, tokenizer, options.goodput)
-    return _Run(settings, requests, outputs, measured, cpu_s, server.info)
+    measured_requests = [requests[index] for index in sorted(ended)]
+    outputs = [ended[index] for index in sorted(ended)]
+    measured = measure(measured_requests, outputs, duration_s(outputs), tokenizer, options.goodput)
+    return _Run(settings, len(requests), measured_requests, outputs, interrupted, measured, cpu_s, server.info)
 
 
 async def _wait_until_ready(client: HttpClient, timeout_s: float) -> None:
@@ -280,7 +299,8 @@ def _settings(options: argparse.Namespace, run: _Run) -> dict[str, Any]:
         "model": settings.model,
         "dataset_name": options.dataset_name,
         "dataset_path": None if path is None else str(path),
-        "num_prompts": len(run.requests),
+        "num_prompts": run.num_prompts,
+        "interrupted": run.interrupted,
         "tokenize_prompt": options.tokenize_prompt,
         "request_rate": "trace" if options.use_trace_timestamps else options.request_rate,
         "burstiness": options.burstiness,

@@ -77,6 +77,9 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield "=" * _WIDTH
     if result["completed"] and not result["output_tokens_told_by_server"]:
         yield "The server reported no token counts; generated tokens are counted in the retokenized text."
+    if result["interrupted"]:
+        ended = result["completed"] + result["failed"]
+        yield f"Interrupted: the figures cover the {ended} of {result['num_prompts']} requests that had ended."
     if not result["stream"]:
         yield "Without streaming, only end-to-end latency is measured."
     for message, count in result["errors_by_message"].items():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from live_site import LiveSite
@@ -101,20 +105,51 @@ def test_a_server_that_is_starting_is_waited_for(bench: Bench) -> None:
     assert "waiting up to 60 s" in bench.err
 
 
-def test_ctrl_c_ends_it() -> None:
-    """Nothing is written for a run that was not finished."""
+def interrupted(argv: list[str], has_begun: Callable[[], bool]) -> tuple[int, str, str]:
+    """The exit code, the output and the messages of a benchmark that gets Ctrl-C once `has_begun` is true."""
+    code = "import sys; from tercet.benchmarks.bench_serving import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *argv]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not has_begun() and child.poll() is None:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=PATIENCE_S)
+    return child.returncode, out, err
 
+
+def test_ctrl_c_before_the_first_answer_ends_it_without_a_result() -> None:
     async def script(exchange: Exchange) -> None:
         if exchange.path == "/v1/models":
             await asyncio.sleep(30)
 
     with scripted_server(script) as server:
-        code = "import sys; from tercet.benchmarks.bench_serving import main; sys.exit(main(sys.argv[1:]))"
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, "--base-url", server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        while not server.seen and child.poll() is None:
-            time.sleep(0.05)
-        child.send_signal(2)
-        out, err = child.communicate(timeout=PATIENCE_S)
-    assert (child.returncode, out, err) == (130, b"", b"")
+        assert interrupted(["--base-url", server.url], lambda: bool(server.seen)) == (130, "", "")
+
+
+def test_ctrl_c_shows_the_result_of_the_requests_that_had_ended(bench: Bench, tmp_path: Path) -> None:
+    begun: list[str] = []
+
+    async def script(exchange: Exchange) -> None:
+        if exchange.path != "/v1/completions":
+            await exchange.answer({})
+            return
+        begun.append(exchange.json["prompt"])
+        if len(begun) in (1, 4):  # these two do not end
+            await exchange.begin_stream()
+            await asyncio.sleep(30)
+        await exchange.stream([{"choices": [{"text": "ab", "finish_reason": "length"}]}])
+
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": words, "output_len": 2} for words in ("one", "three", "fifteen", "one hundred")]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["--backend", "vllm", "--tokenizer", bench.tokenizer, "--warmup-requests", "0", "--num-prompts", "4"]
+    argv += ["--dataset-name", "custom", "--dataset-path", str(prompts), "--output-file", str(file)]
+    argv += ["--max-concurrency", "2"]  # the last request is sent when the two before it have ended
+    with scripted_server(script) as server:
+        code, out, err = interrupted(["--base-url", server.url, *argv], lambda: len(begun) == 4)
+    result = json.loads(out.splitlines()[-1])
+    assert code == 130 and "Traceback" not in err
+    assert (result["completed"], result["failed"], result["num_prompts"], result["interrupted"]) == (2, 0, 4, True)
+    assert result["total_input_tokens"] == len(begun[1]) + len(begun[2])
+    assert "Interrupted: the figures cover the 2 of 4 requests that had ended." in out
+    assert not file.exists()

@@ -45,6 +45,7 @@ def result(*outputs: Output, stream: bool = True, **more: Any) -> dict[str, Any]
         "max_concurrency": None,
         "stream": stream,
         "ignore_eos": True,
+        "interrupted": False,
     }
     return {**settings, **figures, **more}
 
