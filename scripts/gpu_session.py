@@ -1,7 +1,7 @@
 """The program of scripts/gpu: runs tests and benchmarks in order of importance, each in its own process.
 
 A part that fails, hangs or does not fit into the time budget does not stop the others. The session writes three files
-with the same name: all tables (.md), all JSON lines (.json), and all output (.log).
+with the same name: all tables (.md), all JSON lines (.json), and all output (.log). It ends if it cannot write them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shlex
 import signal
@@ -49,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="measure few sizes")
     parser.add_argument("--tiny", action="store_true", help="try this script without a GPU; one part fails on purpose")
-    parser.add_argument("--budget-s", type=float, default=3600, help="seconds for all parts (default: 3600)")
+    parser.add_argument("--budget-s", type=seconds, default=3600, help="seconds for all parts (default: 3600)")
     parser.add_argument("--only", metavar="NAMES", help="parts to run, separated by commas")
     parser.add_argument("--skip", metavar="NAMES", default="", help="parts to skip, separated by commas")
     parser.add_argument("--output", metavar="DIR", type=Path, default=RESULTS, help="(default: benchmarks/results)")
@@ -63,6 +64,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, interrupt)  # a session that is cut off writes its results
     with tempfile.TemporaryDirectory() as scratch:
         return session(parser, args, Path(scratch))
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, finite and not negative, got {text!r}")
+    return value
 
 
 def interrupt(signum: int, frame: object) -> None:
@@ -85,20 +96,31 @@ def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: 
     if args.list:
         say("".join(f"{part.name:18} {part.what}\n" for part in chosen))
         return 0
-    report = Report(args)
+    try:
+        report = Report(args)
+    except OSError as error:
+        parser.error(f"--output: no file can be made there: {error}")
     outcomes: list[Outcome] = []
+    failure = None
     for part in chosen:
-        outcomes.append(run(part, end, scratch, report.running))
-        report.write(outcomes)  # after each part, so that a session that is killed keeps its results
+        try:
+            outcomes.append(run(part, end, scratch, report.running))
+            report.write(outcomes)  # after each part, so that a session that is killed keeps its results
+        except OSError as error:
+            failure = error
+            break
         if outcomes[-1].state == INTERRUPTED:
             break
     report.running.unlink(missing_ok=True)
     say("\n" + summary(outcomes))
     for file in report.files:
-        say(f"written: {file}\n")
+        if file.exists():
+            say(f"written: {file}\n")
+    if failure is not None:
+        say(f"scripts/gpu: the session ends, because its results cannot be written: {failure}\n")
     line = {outcome.part.name: {"state": outcome.state, "seconds": round(outcome.seconds, 1)} for outcome in outcomes}
     say(json.dumps({"benchmark": "gpu", "parts": line}) + "\n")
-    return 0 if all(outcome.state == "passed" for outcome in outcomes) else 1
+    return 0 if failure is None and all(outcome.state == "passed" for outcome in outcomes) else 1
 
 
 def say(text: str) -> None:
@@ -175,6 +197,7 @@ class Report:
     """The session's three files."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        """Raises OSError if no file can be made in the folder."""
         self.hardware = hardware()
         self._start = datetime.now(UTC)
         self._command = shlex.join(["scripts/gpu", *without_output(sys.argv[1:])])
@@ -185,8 +208,10 @@ class Report:
         # with_suffix would cut the file name, because the hardware's name may have dots.
         self.files = [args.output / f"{stem}.{suffix}" for suffix in ("md", "json", "log")]
         self.running = args.output / f"{stem}.running.log"
+        self.running.touch()
 
     def write(self, outcomes: list[Outcome]) -> None:
+        """Replaces the files. If one cannot be written, all stay as they are. Raises OSError."""
         commit = f"\n\nCommit {self._commit}." if self._commit else ""
         head = f"# {self.hardware}, {self._start:%Y-%m-%d %H:%M} UTC\n\nBy `{self._command}`.{commit}\n\n"
         # The parts' titles become outcome level lower than the titles of this file.
@@ -203,8 +228,16 @@ class Report:
             for outcome in outcomes
         ]
         texts = (head + summary(outcomes) + "\n" + "\n".join(tables), json.dumps(whole, indent=1) + "\n", "".join(log))
-        for file, text in zip(self.files, texts, strict=True):
-            file.write_text(text, encoding="utf-8")
+        new = [file.with_name(f"{file.name}.new") for file in self.files]
+        try:
+            for file, text in zip(new, texts, strict=True):
+                file.write_text(text, encoding="utf-8")
+        except OSError:
+            for file in new:
+                file.unlink(missing_ok=True)
+            raise
+        for file, name in zip(new, self.files, strict=True):
+            file.replace(name)
 
 
 def hardware() -> str:

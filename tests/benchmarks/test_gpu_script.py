@@ -63,6 +63,49 @@ def test_a_session_without_parts_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("budget", ["nan", "inf", "-1", "soon"])
+def test_a_budget_that_is_no_number_of_seconds_is_refused(tmp_path: Path, budget: str) -> None:
+    ran = run("--tiny", "--only", "fails", "--budget-s", budget, "--output", str(tmp_path))
+    assert ran.returncode == 2 and f"finite and not negative, got '{budget}'" in ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_part(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran = run("--tiny", "--only", "fails", "--output", str(tmp_path / "file" / "results"))
+    assert ran.returncode == 2 and "--output: no file can be made there: " in ran.stderr
+    assert "Traceback" not in ran.stderr and "== fails" not in ran.stdout
+
+
+_FILLS_THE_DISK = """
+import pathlib, sys
+(running,) = pathlib.Path(sys.argv[1]).glob("*.running.log")
+running.with_name(running.name.replace(".running.log", ".log.new")).symlink_to("/dev/full")
+"""
+
+
+def test_a_full_disk_ends_the_session_and_keeps_the_results_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    session = importlib.import_module("gpu_session")
+    codes = {"first": "pass", "fills": _FILLS_THE_DISK, "third": "pass"}
+    parts = [
+        session.Part(name, "", [sys.executable, "-c", code, str(tmp_path), "pytest"], needs_s=0, limit_s=60)
+        for name, code in codes.items()
+    ]
+    monkeypatch.setattr(session, "tiny_parts", lambda scratch: parts)
+    args = argparse.Namespace(
+        tiny=True, budget_s=3600, only=None, skip="", list=False, output=tmp_path, quick=False, commit=None
+    )
+    assert session.session(argparse.ArgumentParser(), args, tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "its results cannot be written: [Errno 28] No space left on device" in out and "== third" not in out
+    files = {path.suffix: path.read_text() for path in tmp_path.iterdir()}
+    assert set(files) == {".md", ".json", ".log"}
+    assert all("first" in text and "fills" not in text for text in files.values())
+
+
 def test_two_sessions_of_one_minute_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPT.parent)
     session = importlib.import_module("gpu_session")
