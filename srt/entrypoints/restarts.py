@@ -176,6 +176,8 @@ def write_report(report: dict[str, Any], folder: Path | None = None) -> Path:
     path = folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{report['num_earlier_restarts']}.json"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
-    for old in sorted(folder.glob("crash-*.json"))[:-_REPORTS_KEPT]:
+    # If the clock was set back, the name of the new report may come before those of old ones.
+    others = sorted(set(folder.glob("crash-*.json")) - {path})
+    for old in others[: 1 - _REPORTS_KEPT]:
         old.unlink(missing_ok=True)
     return path

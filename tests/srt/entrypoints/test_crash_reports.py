@@ -25,6 +25,14 @@ def test_reports_are_private_and_few(tmp_path: Path) -> None:
     assert len(list((tmp_path / "new").iterdir())) == 20
 
 
+def test_a_report_is_kept_although_the_clock_was_set_back(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"crash-99990101-0000{i:02}-1-0.json").touch()
+    path = write_report({"num_earlier_restarts": 0}, tmp_path)
+    assert path.exists() and len(list(tmp_path.iterdir())) == 20
+    assert not (tmp_path / "crash-99990101-000000-1-0.json").exists()
+
+
 def test_a_report_has_no_text_of_a_client_and_the_fatal_step_first() -> None:
     params = SamplingParams(
         stop="SECRET", stop_regex="SECRET+", json_schema='{"const": "SECRET"}', logit_bias={"5": 1.0}, temperature=0.5
