@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import os
 import signal
 import time
 from enum import Enum
@@ -80,7 +81,7 @@ def answer_with_stacks(path: Path) -> None:
     The handler is C code, so it also runs while a thread holds the interpreter's lock in C code.
     """
     with contextlib.suppress(OSError):  # the run directory is gone: the parent has died
-        file = path.open("ab", buffering=0)  # open as long as the process
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # open as long as the process
         faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
 
 

@@ -151,3 +151,11 @@ def test_a_stopped_process_tells_nothing(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_process_ends_without_a_warning_about_its_file(tmp_path: Path) -> None:
+    code = "import sys; from tercet.srt.entrypoints.watchdog import *; answer_with_stacks(Path(sys.argv[1]))"
+    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "stacks")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
