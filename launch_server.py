@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .srt import command_line as settings
+from .srt.machine.standard_files import open_standard_files
 from .srt.model_files.default_model import DEFAULT_MODEL_NAME, INSTALL_COMMAND, default_model_settings
 from .srt.server_args import ServerArgs
 from .srt.settings.checks import check_tokenizer_settings
@@ -42,6 +43,7 @@ _MODEL = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `tercet` command; returns the exit code."""
+    open_standard_files()
     parser = argparse.ArgumentParser(prog="tercet", description="Tercet: an LLM serving engine.")
     parser.add_argument("--version", action="version", version=f"tercet {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -21,6 +21,7 @@ import numpy as np
 import uvloop
 from tqdm import tqdm
 
+from ..srt.machine.standard_files import open_standard_files
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from . import plots, workloads
 from .arrivals import arrival_times, trace_times
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: every request succeeded. 1: a request failed, or nothing could be measured or written. 130: Ctrl-C. Then the
     result covers the requests that had ended, and no file is written.
     """
+    open_standard_files()
     options = parse(_PROGRAM, argv)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

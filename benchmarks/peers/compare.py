@@ -25,6 +25,7 @@ from typing import Any
 
 import uvloop
 
+from ...srt.machine.standard_files import open_standard_files
 from ..argument_types import above_zero, not_negative, positive
 from ..results import Result, add_results_arguments, finish, number, output_folder, percent
 from ..server_process import ServerFailed, run_to_end
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: every server finished every workload. 1: something failed. 130: interrupted.
     """
+    open_standard_files()
     parser = _parser()
     args = parser.parse_args(argv)
     try:

@@ -15,7 +15,7 @@ import pytest
 from live_site import LiveSite
 from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
-from serving_bench import Bench
+from serving_bench import SMALL, Bench
 
 from tercet.srt.io_struct import AbortFinish
 
@@ -57,6 +57,16 @@ def test_failures_in_the_middle_are_counted_with_their_messages(site: LiveSite, 
     assert (result["completed"], result["failed"], result["mean_ttft_ms"]) == (0, 6, None)
     (text,) = result["errors_by_message"]
     assert "no memory left" in text
+
+
+@pytest.mark.parametrize("redirection", ["<&-", "<&- >&-"])
+def test_a_benchmark_without_standard_files_ends(site: LiveSite, tokenizer_dir: str, redirection: str) -> None:
+    """A socket that got the number of one of them would end the process when it is closed."""
+    code = "import sys; from tercet.benchmarks.bench_serving import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--base-url", site.url, "--tokenizer", tokenizer_dir, *SMALL]
+    ran = subprocess.run(["sh", "-c", f'exec "$@" {redirection}', "sh", *command], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ("Successful requests:" in ran.stdout) == (">&-" not in redirection)
 
 
 def test_nobody_there_is_told_in_time(bench: Bench) -> None:

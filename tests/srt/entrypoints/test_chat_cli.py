@@ -19,31 +19,34 @@ HELLO = b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-def test_text_outside_the_encoding_of_the_terminal_is_replaced(tmp_path: Path) -> None:
-    """In the question and in the answer."""
+class Echo(BaseHTTPRequestHandler):
+    """Answers a question with an accent and the question."""
 
-    class Echo(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._send(b'{"data": [{"id": "m"}]}')
+    def do_GET(self) -> None:
+        self._send(b'{"data": [{"id": "m"}]}')
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            delta = {"content": "\u00e9" + body["messages"][0]["content"]}
-            self._send(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({"choices": [{"delta": delta}]}).encode())
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        delta = {"content": "\u00e9" + body["messages"][0]["content"]}
+        self._send(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({"choices": [{"delta": delta}]}).encode())
 
-        def _send(self, data: bytes) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data)
+    def _send(self, data: bytes) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def log_message(self, *_: object) -> None:
+        pass
 
+
+def chatted(tmp_path: Path, redirection: str = "") -> subprocess.CompletedProcess[bytes]:
+    """A chat with Echo, in a terminal of ASCII. `redirection`: of a shell."""
     with HTTPServer(("127.0.0.1", 0), Echo) as echo:
         thread = threading.Thread(target=echo.serve_forever)
         thread.start()
+        command = [sys.executable, "-m", "tercet", "chat", "--base-url", f"http://127.0.0.1:{echo.server_port}"]
         ran = subprocess.run(
-            [sys.executable, "-m", "tercet", "chat", "--base-url", f"http://127.0.0.1:{echo.server_port}"],
+            ["sh", "-c", f'exec "$@" {redirection}', "sh", *command],
             env=environment(tmp_path, PYTHONIOENCODING="ascii"),
             input=b"caf\xe9\n",
             capture_output=True,
@@ -51,7 +54,19 @@ def test_text_outside_the_encoding_of_the_terminal_is_replaced(tmp_path: Path) -
         )
         echo.shutdown()
         thread.join()
+    return ran
+
+
+def test_text_outside_the_encoding_of_the_terminal_is_replaced(tmp_path: Path) -> None:
+    """In the question and in the answer."""
+    ran = chatted(tmp_path)
     assert (ran.stdout, ran.stderr, ran.returncode) == (b"?caf?\n", b"", 0)
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "<&- >&-"])
+def test_a_chat_without_standard_files_ends_without_an_error(tmp_path: Path, redirection: str) -> None:
+    ran = chatted(tmp_path, redirection)
+    assert (ran.stdout, ran.stderr, ran.returncode) == (b"", b"", 0)
 
 
 def answered(head: bytes, body: bytes) -> str:
