@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ def configure(role: str, level: str, log_format: str = "text") -> None:
     handler = _Handler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter(role))
+        if isinstance(sys.stderr, io.TextIOWrapper):
+            sys.stderr.reconfigure(encoding="utf-8")  # JSON has no other encoding
     else:
         handler.setFormatter(logging.Formatter(f"[%(asctime)s {role}] %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("tercet")
@@ -64,8 +67,13 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "role": self._role,
             "logger": record.name,
-            "message": record.event_name if hasattr(record, "event_name") else record.getMessage(),
+            "message": record.event_name if hasattr(record, "event_name") else _unicode(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _unicode(self.formatException(record.exc_info))
         return _encode(line).decode()
+
+
+def _unicode(text: str) -> str:
+    """The text with escapes for surrogates, as in the name of a file that is not valid UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -36,6 +39,24 @@ def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert event == {**event, "message": "Access", "path": '/x"\n', "status": 200, "logger": "tercet.some.module"}
     assert event["time"] != "mine", "a value of an event hides no value of the line"
     assert "RuntimeError: a\nb" in failed["exception"]
+
+
+def test_json_shows_a_path_that_is_not_utf_8(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("http", "info", "json")
+    try:
+        raise ValueError("no \udcff")
+    except ValueError:
+        logging.getLogger("tercet.x").exception("cannot read \udcff.pem")
+    line = json.loads(capsys.readouterr().err)
+    assert line["message"] == r"cannot read \udcff.pem" and r"ValueError: no \udcff" in line["exception"]
+
+
+def test_json_is_utf_8_whatever_the_locale_is() -> None:
+    code = "import logging; from tercet.srt import log; log.configure('http', 'info', 'json'); "
+    code += "logging.getLogger('tercet.x').info('gr\u00fc\u00df \U0001f600')"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True)
+    assert json.loads(ran.stderr.decode("utf-8"))["message"] == "gr\u00fc\u00df \U0001f600"
 
 
 def test_a_value_forges_no_line(capsys: pytest.CaptureFixture[str]) -> None:
