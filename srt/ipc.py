@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from .io_struct import BrokenMessage, request_ids
+from .plain_values import is_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +59,19 @@ class RunDir:
 
     @classmethod
     def create(cls) -> RunDir:
-        """Create a directory of mode 0700, in /tmp if TMPDIR is too long for the name of a socket.
+        """Create a directory of mode 0700, in /tmp if TMPDIR is not valid UTF-8 or too long for the name of a socket.
 
-        `work_dir` is the present working directory.
+        `work_dir` is the present working directory; None if it was removed, or if it is not valid UTF-8.
         """
         path = tempfile.mkdtemp(prefix="tercet-")
-        if len(os.fsencode(path)) + len("/999999-detokenizer") > _MAX_UNIX_PATH:
+        if not is_utf8(path) or len(path.encode()) + len("/999999-detokenizer") > _MAX_UNIX_PATH:
             os.rmdir(path)
             path = tempfile.mkdtemp(prefix="tercet-", dir="/tmp")
         try:
-            return cls(Path(path), work_dir=os.getcwd())
-        except FileNotFoundError:  # it was removed
+            work_dir = os.getcwd()
+        except FileNotFoundError:
             return cls(Path(path))
+        return cls(Path(path), work_dir=work_dir if is_utf8(work_dir) else None)
 
     def next_life(self) -> RunDir:
         """The same directory, or a new one (`renewed`), with the sockets of the next life. Removes the files of this

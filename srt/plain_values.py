@@ -1,4 +1,4 @@
-"""Python values of a caller as values that JSON can represent and as structs, for the Engine and the LocalEngine."""
+"""Python values of a caller as values that JSON and messages can represent."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def plain_value(value: Any) -> Any:
         raise InvalidRequest(f"a request must consist of values that JSON can represent: {error}") from error
     except RecursionError:
         raise InvalidRequest("the request is nested too deeply, or contains itself") from None
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can represent a text. It cannot represent surrogates. Python has one for each byte of a path or an
+    argument that is not valid UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_in_json(value: Any, path: str) -> None:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from .cgroups import read_text
 from .huge_pages import Bytes
 
 _SMAPS = Path("/proc/self/smaps")
@@ -36,10 +37,7 @@ def map_file(file: BinaryIO, num_bytes: int) -> Bytes:
 
 def bytes_on_huge_pages(mapped: Bytes, smaps: Path = _SMAPS) -> int:
     """The bytes of a `map_file` that this process reads through huge pages. Pages count once they have been read."""
-    try:
-        lines = iter(smaps.read_text().splitlines())
-    except OSError:
-        return 0  # not Linux
+    lines = iter(read_text(smaps).splitlines())  # none if this is not Linux
     start = f"{mapped.ctypes.data:x}-"
     for line in lines:
         if line.startswith(start):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..kv_events import read_config
 from ..origins import parse_origins
+from ..plain_values import is_utf8
 from ..tenant_weights import parse_weights
 from .failures import HEARTBEAT_S, MIN_WATCHDOG_S
 from .setting import flag_name
@@ -51,6 +52,9 @@ def check_settings(args: ServerArgs) -> None:
         value = getattr(args, field.name)
         if isinstance(value, int) and not -(2**63) <= value < 2**63:  # messages have no larger ones
             raise ValueError(f"{flag_name(field.name)} must be in [-2**63, 2**63), got {value}")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (not is_utf8(text) or "\0" in text):  # neither a path nor a message has it
+                raise ValueError(f"{flag_name(field.name)} must be valid UTF-8 without NUL characters")
     for name in _AT_LEAST_1:
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -169,6 +169,13 @@ def test_a_measurement_is_kept_for_its_machine(tmp_path: Path, other: CpuTuning)
     assert kept_or_measured(None, default) == (default, "measured")
 
 
+def test_a_message_can_have_the_name_of_every_file(tmp_path: Path, other: CpuTuning) -> None:
+    folder = tmp_path / "not UTF-8: \udcff"
+    for _ in range(2):
+        chosen = kept_or_measured(folder, other)
+    assert chosen.source.encode().startswith(str(tmp_path).encode())
+
+
 def test_a_server_that_makes_room_leaves_a_file_that_is_written(
     tmp_path: Path, other: CpuTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,16 @@ def test_the_links_are_files_that_only_their_owner_reaches(
         first.remove()
 
 
+def test_messages_can_have_the_names_of_all_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "not UTF-8: \udcff"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    run_dir = RunDir.create()
+    run_dir.remove()
+    assert msgspec.msgpack.encode([str(run_dir.path), run_dir.work_dir])
+
+
 def test_each_life_has_its_own_sockets_and_removes_only_the_files_of_the_one_before(run_dir: RunDir) -> None:
     kept = run_dir.path / "grammar"
     for path in (kept, run_dir.journal, run_dir.stacks("scheduler")):

@@ -73,6 +73,16 @@ def test_only_the_mapping_itself_counts(path: Path, tmp_path: Path, fields: str,
     assert bytes_on_huge_pages(memory, tmp_path / "none") == 0
 
 
+def test_a_name_that_is_not_utf_8_disturbs_nothing(path: Path, tmp_path: Path) -> None:
+    memory = mapped(path)
+    smaps = tmp_path / "smaps"
+    start, fields = memory.ctypes.data, "FilePmdMapped:     4096 kB\n"
+    smaps.write_bytes(
+        MAPPING.format(start=start, end=start, path="PATH", fields=fields).encode().replace(b"PATH", b"\xff")
+    )
+    assert bytes_on_huge_pages(memory, smaps) == 4 << 20
+
+
 @pytest.mark.parametrize("mlock", [lambda start, size: -1, None], ids=["the limit is too low", "there is no mlock"])
 def test_pages_that_cannot_be_locked_are_no_error(path: Path, monkeypatch: pytest.MonkeyPatch, mlock: object) -> None:
     monkeypatch.setattr(mapped_file, "_mlock", mlock)
