@@ -81,16 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         goodput_slos_ms=options.goodput,
         runs={policy: run.values() for policy, run in runs.items()},
     )
-    if options.plot is not None:
-        sys.stdout.write("\n" + terminal_plots(runs, shutil.get_terminal_size().columns))
-    finish(result, options)
+    plots = "" if options.plot is None else "\n" + terminal_plots(runs, shutil.get_terminal_size().columns)
     try:
-        if options.save_cost is not None:
-            save_profile(case.profile, options.save_cost)
-        if options.plot:
-            save_png(Path(options.plot), _traffic_text(options), runs)
-    except OSError as error:
-        parser.exit(1, f"{program}: {error}\n")
+        finish(result, options, plots)
+    finally:
+        try:
+            if options.save_cost is not None:
+                save_profile(case.profile, options.save_cost)
+            if options.plot:
+                save_png(Path(options.plot), _traffic_text(options), runs)
+        except OSError as error:
+            parser.exit(1, f"{program}: {error}\n")
     all_stats = [run.statistics for run in runs.values()]
     return 0 if all(stats.num_completed or stats.num_aborted for stats in all_stats) else 1
 

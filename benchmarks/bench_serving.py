@@ -30,7 +30,7 @@ from .http_client import HttpClient, HttpError, api_key_header
 from .metrics import Measured, measure
 from .provenance import command_line, provenance
 from .recorded_workloads import custom, first_questions, mooncake, sharegpt
-from .report import json_line, table
+from .report import json_line, show, table
 from .serving_args import DATASET_FLAGS, parse
 from .text_files import read_text
 from .traffic import drive, duration_s
@@ -57,12 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = runner.run(_run(options))
         result = {**_settings(options, run), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
         result.update(server_info=run.server_info, **provenance(_command(options, argv)))
-        sys.stdout.write(table(result))
-        _plot_in_terminal(options, run.measured)
-        sys.stdout.write(json_line(result))
+        is_shown = show(table(result) + _terminal_plots(options, run.measured) + json_line(result))
         if run.interrupted:
             return 130
-        # Files come last: if one cannot be written, the result has been printed.
+        # Files come last: if one cannot be written, the result has been shown.
         if options.output_file is not None:
             details = _details(run) if options.output_details else {}
             with options.output_file.open("a", encoding="utf-8") as file:
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 1 if result["failed"] else 0
+    return 0 if is_shown and not result["failed"] else 1
 
 
 def make_requests(options: argparse.Namespace, maker: PromptMaker) -> list[Request]:
@@ -333,14 +331,16 @@ def _details(run: _Run) -> dict[str, Any]:
     }
 
 
-def _plot_in_terminal(options: argparse.Namespace, measured: Measured) -> None:
+def _terminal_plots(options: argparse.Namespace, measured: Measured) -> str:
     if not measured.figures["completed"]:
-        return
+        return ""
     width = min(100, shutil.get_terminal_size().columns)
+    drawn = ""
     if options.plot is not None:
-        sys.stdout.write("\n" + plots.terminal_cdfs(measured.latencies, width))
+        drawn += "\n" + plots.terminal_cdfs(measured.latencies, width)
     if options.plot is not None or options.plot_throughput:
-        sys.stdout.write("\n" + plots.terminal_timeline(measured.timeline, width))
+        drawn += "\n" + plots.terminal_timeline(measured.timeline, width)
+    return drawn
 
 
 if __name__ == "__main__":

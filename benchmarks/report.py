@@ -5,8 +5,11 @@ The table has the labels of SGLang's benchmark, because tools parse them.
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,6 +34,27 @@ def table(result: Mapping[str, Any]) -> str:
 def json_line(result: Mapping[str, Any]) -> str:
     """The result as one line of valid JSON. Infinite numbers are written as strings."""
     return json.dumps(_finite(result), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def show(text: str) -> bool:
+    """Writes a part of a result to stdout. Returns whether that was possible.
+
+    If it was not, as on a full disk or without a reader, stderr says so, and later text goes nowhere. So the files of a
+    result are written all the same. Characters outside of the encoding of stdout are replaced.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stderr.write(f"the result cannot be shown: {error.strerror}\n")
+        # Python would write what is left in the buffer at its end, and fail again.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return False
+    return True
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:

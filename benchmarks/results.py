@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .provenance import command_line, provenance
-from .report import json_line
+from .report import json_line, show
 
 if TYPE_CHECKING:  # benchmarks of external servers load no torch
     import torch
@@ -155,23 +155,22 @@ def output_folder(text: str) -> Path:
     return path
 
 
-def finish(result: Result, args: argparse.Namespace) -> None:
-    """Prints the tables, writes the requested files, and prints the JSON line last.
+def finish(result: Result, args: argparse.Namespace, plots: str = "") -> None:
+    """Prints the plots and the tables, writes the requested files, and prints the JSON line last.
 
-    If the files cannot be written, the program ends with a message and the exit code 1, after the JSON line.
+    If one of these fails, the others are done. Then the program ends with a message and the exit code 1.
     """
-    sys.stdout.write(result.text() + "\n")
+    is_shown = show(plots + result.text() + "\n")
     failure = None
     try:
         if args.results is not None:
             for path in write(result, args.results):
-                sys.stdout.write(f"written: {path}\n")
+                is_shown &= show(f"written: {path}\n")
     except OSError as error:
         failure = f"--results: {error}"
-    sys.stdout.write(json_line(result.as_json()))
-    sys.stdout.flush()
-    if failure is not None:
-        sys.exit(failure)
+    is_shown &= show(json_line(result.as_json()))
+    if failure is not None or not is_shown:
+        sys.exit(failure or 1)
 
 
 def write(result: Result, folder: Path) -> tuple[Path, Path]:

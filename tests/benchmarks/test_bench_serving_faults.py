@@ -17,6 +17,7 @@ from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
 from serving_bench import SMALL, Bench
 
+from tercet.benchmarks.bench_serving import main
 from tercet.srt.io_struct import AbortFinish
 
 
@@ -67,6 +68,18 @@ def test_a_benchmark_without_standard_files_ends(site: LiveSite, tokenizer_dir: 
     ran = subprocess.run(["sh", "-c", f'exec "$@" {redirection}', "sh", *command], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ("Successful requests:" in ran.stdout) == (">&-" not in redirection)
+
+
+def test_a_result_that_cannot_be_shown_is_written_to_its_file(
+    site: LiveSite, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out.jsonl"
+    argv = ["--base-url", site.url, "--tokenizer", bench.tokenizer, "--output-file", str(file), *SMALL]
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert main(argv) == 1
+    assert json.loads(file.read_text())["completed"] == 6
+    assert "the result cannot be shown: No space left on device" in bench.read()
 
 
 def test_nobody_there_is_told_in_time(bench: Bench) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from typing import Any
 
+import pytest
 from bench_tokenizers import bytes_only
 
 from tercet.benchmarks.backends import Output
 from tercet.benchmarks.metrics import measure
-from tercet.benchmarks.report import json_line, table
+from tercet.benchmarks.report import json_line, show, table
 from tercet.benchmarks.workloads import Request
 
 LABELS = [
@@ -103,6 +106,12 @@ def test_goodput() -> None:
     assert found["Request goodput (req/s):"] == "0.00" and found["SLO attainment (%):"] == "0.00"
     assert found["TTFT SLO attainment (%):"] == "100.00" and found["TPOT SLO attainment (%):"] == "0.00"
     assert found["SLOs (ms):                               ttft:600"] == "tpot:10.5"
+
+
+def test_characters_that_stdout_does_not_have_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert show("a \u00e9\n") and written.getvalue() == b"a ?\n"
 
 
 def test_a_line_of_json() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,16 @@ def test_a_result_is_shown_even_if_it_cannot_be_written(tmp_path: Path, capsys: 
     assert isinstance(caught.value.code, str), "a message, and the exit code 1"
     assert caught.value.code.startswith("--results: ") and str(tmp_path / "file") in caught.value.code
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["benchmark"] == "some-model-1.5b"
+
+
+def test_a_result_is_written_even_if_it_cannot_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit, match="1"):
+        monkeypatch.setattr(sys, "stdout", full)
+        finish(made(), argparse.Namespace(results=tmp_path))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json"}
+    assert capsys.readouterr().err == "the result cannot be shown: No space left on device\n"
 
 
 def test_a_second_run_of_a_day_does_not_replace_the_first(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,15 @@ def test_a_file_that_cannot_be_written_does_not_lose_the_result(capsys: pytest.C
     out, err = capsys.readouterr()
     assert caught.value.code == 1 and "No space left" in err
     assert json.loads(out.splitlines()[-1])["runs"]["lpm"]["completed"] == 30
+
+
+def test_a_result_that_cannot_be_shown_does_not_lose_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = tmp_path / "cost.json"
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="1"):
+            bench_scheduler.main([*SMALL, "--plot", "--save-cost", str(cost)])
+    assert load_profile(str(cost))
 
 
 def test_a_file_of_settings_that_are_not_simulated_is_refused(
