@@ -61,7 +61,9 @@ def main() -> int:
     if missing:
         say(f"scripts/gpu: {sys.executable} lacks {', '.join(missing)}; scripts/gpu --fetch downloads them\n")
         return 2
-    signal.signal(signal.SIGTERM, interrupt)  # a session that is cut off writes its results
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # a session that is cut off writes its results
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, interrupt)
     with tempfile.TemporaryDirectory() as scratch:
         return session(parser, args, Path(scratch))
 
@@ -77,7 +79,8 @@ def seconds(text: str) -> float:
 
 
 def interrupt(signum: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the next one may be the same, from the script
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)  # the script may send another one
     raise KeyboardInterrupt
 
 
@@ -124,8 +127,14 @@ def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: 
 
 
 def say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Prints a text, if anybody reads it. The files have all results."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def run(part: Part, end: float, scratch: Path, running: Path) -> Outcome:

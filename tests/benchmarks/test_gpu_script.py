@@ -134,9 +134,12 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeyp
     assert outcome.state == "stopped after 3 s" and outcome.output.startswith("begun")
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["script", "group"])
-def test_a_session_that_is_cut_off_writes_what_it_has(tmp_path: Path, send: Callable[[int, int], None]) -> None:
-    """SIGTERM to the script alone, or to all its processes: the output of the part that runs is in the log."""
+def test_a_session_that_is_cut_off_writes_what_it_has(
+    tmp_path: Path, send: Callable[[int, int], None], signum: int
+) -> None:
+    """A signal to the script alone, or to all its processes: the output of the part that runs is in the log."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHON": sys.executable}
     flags = ["--tiny", "--only", "hangs,one-batch", "--output", str(tmp_path)]
     session = subprocess.Popen(
@@ -145,11 +148,20 @@ def test_a_session_that_is_cut_off_writes_what_it_has(tmp_path: Path, send: Call
     while not any("begun" in file.read_text() for file in tmp_path.glob("*.running.log")):
         assert session.poll() is None
         time.sleep(0.05)
-    send(session.pid, signal.SIGTERM)
+    send(session.pid, signum)
     session.communicate()
     assert session.returncode == 1
     (log,) = tmp_path.glob("*.log")
     assert "hangs: interrupted" in log.read_text() and "begun" in log.read_text()
+
+
+def test_a_session_whose_output_nobody_reads_writes_its_files(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHON": sys.executable}
+    with open("/dev/full", "wb") as full:
+        command = [str(SCRIPT), "--tiny", "--only", "fails", "--output", str(tmp_path)]
+        ran = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (1, "")
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".log"}
 
 
 def test_missing_packages_are_named_in_one_line(tmp_path: Path) -> None:
