@@ -216,7 +216,7 @@ def _goodput(
 ) -> dict[str, Any]:
     """Counts the requests that succeeded and met every objective.
 
-    Objectives for TTFT and TPOT do not apply to requests without a stream. The TPOT of a single token is 0.
+    A request without arrivals does not meet objectives for TTFT and TPOT. The TPOT of a single token is 0.
     """
     met = dict.fromkeys(slos_ms, 0)
     all_met = 0

@@ -124,7 +124,7 @@ def _rule(title: str, char: str) -> str:
 
 
 def _row(label: str, value: Any) -> str:
-    shown = f"{value:.2f}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{label:<{_LABEL_WIDTH}} {shown:<10}".rstrip()
 
 

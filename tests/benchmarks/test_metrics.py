@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from bench_tokenizers import bytes_only
+from bench_tokenizers import bytes_only, merging
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +77,17 @@ def test_latencies() -> None:
     assert figures["max_itl_ms"] == 1000 and figures["max_chunk_gap_ms"] == 2000
 
 
+@given(st.integers(-100, 1000).map(float))
+def test_times_count_from_the_first_request_that_was_sent(zero: float) -> None:
+    early, late = (
+        output(zero + start, zero + end, [zero + at for at in arrivals], counts, completion_tokens=sum(counts))
+        for start, end, arrivals, counts in ((0, 4, [1, 2, 4], [1, 1, 2]), (1, 3, [3], [5]))
+    )
+    timeline = run([late, early], 4.0).timeline
+    assert timeline.token_s.tolist() == [1, 2, 3, 4] and timeline.tokens.tolist() == [1, 1, 5, 2]
+    assert timeline.starts_s.tolist() == [0, 1] and timeline.ends_s.tolist() == [3, 4]
+
+
 def test_percentiles() -> None:
     figures = statistics_ms("x", np.arange(101) / 1000)
     assert [figures[f"{name}_x_ms"] for name in ("mean", "median", "p90", "p95", "p99", "max")] == pytest.approx(
@@ -103,15 +114,23 @@ def test_nothing_but_failures() -> None:
     lost.error = "reset"
     figures = run([lost], 1.0).figures
     assert figures["completed"] == 0 and figures["output_throughput"] == 0
-    assert figures["mean_ttft_ms"] is None and figures["max_output_tokens_per_s"] is None
+    assert [figures[name] for name in ("mean_ttft_ms", "max_output_tokens_per_s", "tokens_per_chunk")] == [None] * 3
+    assert figures["max_concurrent_requests"] == 0
 
 
 def test_without_usage_text_is_counted() -> None:
     measured = run([output(0.0, 2.0, [1.0, 2.0], texts=["ab", "cde"])], 2.0)
     assert measured.output_lens == [5] and measured.figures["total_output_tokens"] == 5
-    assert measured.figures["output_tokens_told_by_server"] == 0
+    assert measured.figures["output_tokens_told_by_server"] == 0 and measured.figures["total_cached_tokens"] is None
     assert measured.figures["total_input_tokens"] == 10  # as this client counts
     assert measured.latencies.itl.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_text_is_counted_without_the_special_tokens_around_it() -> None:
+    stream = output(0.0, 3.0, [1.0, 2.0, 3.0], texts=["The", " cat", "\n"])
+    plain, with_bos = (measure([Request("x", 1, 3)], [stream], 3.0, merging(bos)) for bos in (False, True))
+    assert plain.output_lens == with_bos.output_lens
+    assert plain.timeline.tokens.tolist() == with_bos.timeline.tokens.tolist()
 
 
 def test_without_a_stream_there_is_no_first_token() -> None:
@@ -146,6 +165,30 @@ def test_goodput_wants_every_objective_met_and_counts_what_failed() -> None:
     figures = run([*two(), lost], 4.0, {"tpot": 1000}).figures
     assert figures["slo_attainment"] == pytest.approx(2 / 3) and figures["request_goodput"] == 0.5
     assert "request_goodput" not in run(two(), 4.0).figures
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=4))
+def test_an_objective_is_met_up_to_its_limit(shapes: list[tuple[int, int, int]]) -> None:
+    """Each request: quarters of a second to its first token and from there to its end, and its number of tokens."""
+    outputs = [
+        output(0.0, (first + rest) / 4, [first / 4], [count], completion_tokens=count) for first, rest, count in shapes
+    ]
+    worst = {
+        "ttft": max(first for first, _, _ in shapes) * 250.0,
+        "tpot": max(rest * 250.0 / (count - 1) if count > 1 else 0.0 for _, rest, count in shapes),
+        "e2el": max(first + rest for first, rest, _ in shapes) * 250.0,
+    }
+    loosely = {name: limit + 1e-6 for name, limit in worst.items()}
+    assert run(outputs, 1.0, loosely).figures["slo_attainment"] == 1
+    for name, limit in worst.items():
+        figures = run(outputs, 1.0, {**loosely, name: limit - 1e-6}).figures
+        assert figures["slo_attainment"] < 1
+        assert [key for key, share in figures["slo_attainment_by_metric"].items() if share < 1] == [name]
+
+
+def test_without_a_stream_no_objective_of_one_is_met() -> None:
+    figures = run([output(0.0, 2.0, [], completion_tokens=4)], 2.0, {"ttft": 9e9, "tpot": 9e9, "e2el": 2000}).figures
+    assert figures["slo_attainment_by_metric"] == {"ttft": 0, "tpot": 0, "e2el": 1}
 
 
 def test_tokens_of_chunks_are_told_or_one_each_or_by_their_text() -> None:
