@@ -125,9 +125,7 @@ def run_detokenizer(
     """
     manager = DetokenizerManager(tokenizer)
     while not should_stop():
-        if not receiver.wait(HEARTBEAT_S):
-            sender.send(DetokenizerAlive())
-            continue
+        receiver.wait(HEARTBEAT_S)
         outs: list[TextOut] = []
         for message in receiver.drain():
             texts = manager.fail(message) if isinstance(message, BrokenMessage) else manager.process(message)

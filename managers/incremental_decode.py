@@ -109,6 +109,4 @@ class _WindowStream:
         return len(self._window) > self._num_shown
 
     def finish(self) -> str:
-        text = self._new_text()
-        self._window, self._num_shown = [], 0
-        return text
+        return self._new_text()

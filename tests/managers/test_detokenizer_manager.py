@@ -19,6 +19,7 @@ from tercet.srt.io_struct import (
     BrokenMessage,
     Counts,
     DecodeOptions,
+    DetokenizerAlive,
     LengthFinish,
     StopFinish,
     ToDetokenizer,
@@ -103,6 +104,21 @@ def test_the_stop_token_is_trimmed_unless_it_is_wanted():
     assert answer("Yes<|im_end|>", StopFinish(eos), DecodeOptions(False, False, [])) == "Yes"
     assert answer("Yes<|im_end|>", StopFinish(eos), DecodeOptions(False, True, [])) == "Yes<|im_end|>"
     assert answer("Yes<|im_end|>", StopFinish(eos), DecodeOptions(True, True, [])) == "Yes"
+
+
+@given(text=texts, end=st.sampled_from([".", "<|im_end|>"]), keep=st.booleans(), cut=st.integers(0, 100))
+def test_the_stop_token_alone_is_trimmed_whatever_came_with_it(text, end, keep, cut):
+    (stop,) = encode(end)
+    ids = [*encode(text), stop]
+    cut %= len(ids)
+    manager = DetokenizerManager(default_tokenizer())
+    outs = process(
+        manager,
+        token_out("r", ids[:cut], None, DecodeOptions(False, keep, [])),
+        token_out("r", ids[cut:], StopFinish(stop)),
+    )
+    shown = default_tokenizer().decode(ids if keep else ids[:-1], skip_special_tokens=False)
+    assert "".join(out.text for out in outs) == shown
 
 
 def test_marks_are_shown_while_other_special_tokens_are_skipped():
@@ -293,9 +309,10 @@ def test_the_loop_answers_in_one_message_what_has_queued_up():
     first, *rest = encode("Hello there, world")
     queue = [BatchTokenOut([token_out("r", [token])]) for token in rest[:-1]]
     queue.append(BatchTokenOut([token_out("r", rest[-1:], LengthFinish(1))]))
-    receiver = FakeLink([[BatchTokenOut([token_out("r", [first], None, PLAIN)])], queue])
+    receiver = FakeLink([[BatchTokenOut([token_out("r", [first], None, PLAIN)])], [], queue])
     sender = FakeLink()
     run_detokenizer(receiver, sender, default_tokenizer(), lambda: not receiver.queued)
+    assert sender.sent.pop(1) == DetokenizerAlive(), "nothing came for half a second"
     assert [len(message.outs) for message in sender.sent] == [1, len(rest)]
     assert "".join(out.text for message in sender.sent for out in message.outs) == "Hello there, world"
 
@@ -312,6 +329,7 @@ def test_the_loop_ends_the_requests_of_a_broken_message_and_goes_on():
     (message,) = sender.sent
     assert "".join(out.text for out in message.outs if out.rid == "good") == "Hello there, world"
     assert [out.finish for out in message.outs if out.rid == "bad"] == [None, AbortFinish("lost", 500, "TercetError")]
+    assert message.outs[-2].counts == Counts(0)
 
 
 def test_a_broken_message_leaves_nothing_of_its_requests():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import itertools
 
 import pytest
@@ -146,6 +147,31 @@ class CountingTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         self.num_decoded += len(ids)
         return "\ufffd" * len(ids)
+
+
+class ByteTokenizer:
+    """A tokenizer whose tokens are bytes, and which does not say so."""
+
+    token_bytes = None
+    special_ids = frozenset()
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@given(data=st.one_of(texts.map(str.encode), st.binary(max_size=30)))
+def test_other_decoders_hold_back_incomplete_characters_and_nothing_else(data):
+    decoder = IncrementalDecoder(ByteTokenizer())
+    bytewise = codecs.getincrementaldecoder("utf-8")("replace")
+    shown = expected = ""
+    for byte in data:
+        shown += decoder.push([byte])
+        expected += bytewise.decode(bytes([byte]))
+        assert expected.startswith(shown)
+        if not expected.endswith("\ufffd"):
+            assert shown == expected
+        assert decoder.holds_back() or shown == expected
+    assert shown + decoder.finish() == data.decode("utf-8", "replace")
 
 
 def test_work_stays_linear_when_ids_never_form_text():
