@@ -125,13 +125,11 @@ def hardware_text(where: dict[str, Any]) -> str:
     return f"{gpus}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number with `digits` significant digits, but with all digits before the decimal point. None becomes "-"."""
+def number(value: float | None) -> str:
+    """A number with three significant digits, but with all digits before the decimal point. None becomes "-"."""
     if value is None:
         return "-"
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def percent(share: float | None) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tercet.benchmarks.limits import Ceilings
+from tercet.benchmarks.report import json_line
 from tercet.benchmarks.results import Result, finish, number, percent, write
 
 
@@ -17,6 +18,7 @@ def made() -> Result:
     result.ceilings = Ceilings(4.3e12, 790e12)
     table = result.table("A table", ["what", "how much"])
     table.row("this", "1")
+    table.row("another", "2")
     table.notes.append("A note.")
     result.values["seconds"] = float("inf")
     return result
@@ -29,29 +31,73 @@ def test_the_last_line_is_json_that_names_the_circumstances(capsys: pytest.Captu
     assert found["benchmark"] == "some-model-1.5b" and found["command"] == "python -m some --flag 'a b'"
     assert found["versions"]["torch"] == torch.__version__ and found["hardware"]["cores"] >= 1
     assert found["ceilings"] == {"bytes_per_s": 4.3e12, "flops_per_s": 790e12, "flops_source": "matrix product"}
-    assert found["seconds"] == "inf"
-    assert {"what  how much", "this  1", "A note."} <= set(lines)
+    assert found["seconds"] == "inf" and found["compute_threads"] == torch.get_num_threads()
+    assert lines[:-1] == made().text().splitlines()
 
 
-def test_files_are_called_after_date_hardware_and_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def on_a_gpu() -> Result:
+    """A result whose circumstances are those of another machine."""
     result = made()
-    result.where["date"] = "2030-01-02T03:04:05+00:00"
-    result.where["hardware"]["cpu"] = "Some CPU (TM) @ 3.1GHz"
+    result.where = {
+        "date": "2030-01-02T03:04:05+00:00",
+        "command": "python -m some --flag 'a b'",
+        "tercet_commit": "abc",
+        "python": "3.11",
+        "hardware": {"cpu": "Some CPU (TM) @ 3.1GHz", "cores": 16, "memory_gib": 128, "gpus": ["A GPU", "Other"]},
+        "versions": {"tercet": "1.2", "CUDA": "13"},
+        "device": "cuda",
+    }
+    return result
+
+
+def test_a_result_in_markdown_and_for_a_terminal() -> None:
+    assert (
+        on_a_gpu().markdown()
+        == """# Some benchmark
+
+- hardware: A GPU, Other, Some CPU (TM) @ 3.1GHz, 16 cores, 128 GiB
+- date: 2030-01-02T03:04:05+00:00
+- commit: abc
+- versions: Python 3.11, tercet 1.2, CUDA 13
+- command: `python -m some --flag 'a b'`
+- ceilings in this run: copy 4.3 TB/s (read + write), 790 TFLOP/s (matrix product)
+
+### A table
+
+| what | how much |
+| --- | --- |
+| this | 1 |
+| another | 2 |
+
+A note.
+"""
+    )
+    assert (
+        on_a_gpu().text()
+        == """
+A table
+what     how much
+this     1
+another  2
+A note.
+
+ceilings in this run: copy 4.3 TB/s (read + write), 790 TFLOP/s (matrix product)"""
+    )
+
+
+@pytest.mark.parametrize(("device", "hardware"), [("cuda", "a-gpu"), ("cpu", "some-cpu-tm-3.1ghz")])
+def test_files_are_called_after_date_hardware_and_name(
+    device: str, hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = on_a_gpu()
+    result.where["device"] = device
     finish(result, argparse.Namespace(results=tmp_path / "new" / "folder"))
-    stem = "2030-01-02-some-cpu-tm-3.1ghz-some-model-1.5b"
+    stem = f"2030-01-02-{hardware}-some-model-1.5b"
     markdown, plain = (tmp_path / "new" / "folder" / f"{stem}.{suffix}" for suffix in ("md", "json"))
-    assert json.loads(plain.read_text())["benchmark"] == "some-model-1.5b"
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(plain.read_text())
-    text = markdown.read_text()
-    for part in (
-        "# Some benchmark",
-        "Some CPU",
-        "2030-01-02T03:04:05",
-        "--flag 'a b'",
-        "| this | 1 |",
-        "copy 4.3 TB/s",
-    ):
-        assert part in text
+    *_, first, second, last = capsys.readouterr().out.splitlines()
+    assert [first, second] == [f"written: {markdown}", f"written: {plain}"]
+    assert json.loads(last) == json.loads(plain.read_text()) == json.loads(json_line(result.as_json()))
+    assert markdown.read_text() == result.markdown()
 
 
 def test_a_result_is_shown_even_if_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +128,9 @@ def test_a_second_run_of_a_day_does_not_replace_the_first(tmp_path: Path) -> Non
     assert [json.loads(plain.read_text())["seed"] for _, plain in written] == [0, 1, 2]
     first, *others = (markdown.name.removesuffix(".md") for markdown, _ in written)
     assert others == [f"{first}-2", f"{first}-3"] and len(list(tmp_path.iterdir())) == 6
+    written[0][0].unlink()
+    written[1][1].unlink()
+    assert write(made(), tmp_path)[0].name == f"{first}-4.md", "a file that has lost its partner stays"
 
 
 def test_a_row_has_a_cell_for_every_heading() -> None:
@@ -91,7 +140,16 @@ def test_a_row_has_a_cell_for_every_heading() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(1234567.8, "1,234,568"), (123.4, "123"), (12.34, "12.3"), (0.001234, "0.00123"), (0, "0"), (None, "-")],
+    [
+        (1234567.8, "1,234,568"),
+        (-1234.5, "-1,234"),
+        (123.4, "123"),
+        (99.44, "99.4"),
+        (12.34, "12.3"),
+        (0.001234, "0.00123"),
+        (0, "0"),
+        (None, "-"),
+    ],
 )
 def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
     assert number(value) == shown
