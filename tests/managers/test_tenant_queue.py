@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -181,16 +182,21 @@ def test_urgency_goes_before_shares() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 300)), min_size=1, max_size=30),
+    st.integers(5, 300).flatmap(
+        lambda most: st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, most)), min_size=1, max_size=60)
+    ),
     st.sampled_from("abcd"),
     st.tuples(*[st.integers(0, 500)] * 3),
     st.sampled_from([1.0, 2.0]),
 )
 @settings(deadline=None)
-def test_at_least_what_is_served_before_a_new_request_is_ahead_of_it(
+def test_what_is_served_before_a_new_request_is_ahead_of_it(
     backlog: list[tuple[str, int]], tenant: str, charged: tuple[int, ...], weight: float
 ) -> None:
-    """The policy serves the queue up to the new request. Beyond the estimate is at most the last request of each."""
+    """The policy serves the queue up to the new request. It serves at most the estimate and the last request of each.
+
+    The estimate is at most what it serves, and a quantum of each other tenant if the same tenant has more requests.
+    """
     policy = make_policy(
         "dlpm", make_kv(1, radix=False), FakeClock(), tenant_weights={"a": weight}, max_prefill_tokens=4 * QUANTUM
     )
@@ -206,9 +212,11 @@ def test_at_least_what_is_served_before_a_new_request_is_ahead_of_it(
     before = ordered[: ordered.index(new)]
     last = {req.tenant: req.queued_tokens for req in before}
     assert sum(req.queued_tokens for req in before) - sum(last.values()) <= estimate
-    assert estimate <= sum(num_tokens for _, num_tokens in backlog)
     own = sum(num_tokens for name, num_tokens in backlog if name == tenant)
     assert own <= estimate
+    others = {name for name, _ in backlog} - {tenant} if own else set()
+    credit = sum(math.ceil(QUANTUM * (weight if name == "a" else 1)) for name in others)
+    assert estimate <= sum(req.queued_tokens for req in before) + credit
 
 
 def test_a_flood_of_one_tenant_does_not_refuse_the_requests_of_another() -> None:
