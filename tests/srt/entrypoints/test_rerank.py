@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import fake_http
 import numpy as np
 import pytest
 from fake_http import Site
 from field_tables import LIMITS
 from field_walks import Table, Walk, check
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
 from tercet.srt.entrypoints.openapi import body_types
@@ -43,6 +46,24 @@ def test_the_answer(site: Site) -> None:
     assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5} and answer["model"] == "tiny"
     assert all(req.options.sampling.max_new_tokens == 0 for req in site.scheduler.received)
     assert {req.options.pooling for req in site.scheduler.received} == {"mean"}
+
+
+@given(
+    st.lists(st.integers(-3, 3), min_size=3, max_size=3), st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=3)
+)
+def test_a_score_is_a_cosine_of_any_vectors(query: tuple[int, ...], numbers: list[float]) -> None:
+    """Also of equal, opposite and orthogonal ones, and of zeros."""
+    documents = [query, [-2 * number for number in query], [0, 0, 0], *zip(*[iter(numbers)] * 3, strict=False)]
+    vectors = iter([np.array(vector, np.float32) for vector in (query, *documents)])
+    site = Site()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_http, "fake_embedding", lambda request: next(vectors).tobytes())
+        results = site.post(PATH, {"query": "a", "documents": ["a"] * len(documents)}).json()["results"]
+    site.close()
+    scores = [one["relevance_score"] for one in sorted(results, key=lambda one: one["index"])]
+    assert all(-1 <= score <= 1 for score in scores)
+    assert scores[:3] == pytest.approx([1, -1, 0] if any(query) else [0, 0, 0])
+    assert [one["relevance_score"] for one in results] == sorted(scores, reverse=True)
 
 
 @pytest.mark.parametrize("top_n", [1, 3, 9])
