@@ -28,10 +28,11 @@ def allowed_after(output: Sequence[int], seed: int, vocab_size: int, eos_ids: fr
     """bool [vocab_size]: the tokens that the grammar `seed` allows after an output."""
     ids = [seed, *output]
     allowed = next_tokens(ids, vocab_size, 8) < _KEPT_OF_8
-    may_end = next_token(ids, 1, 8) < _ENDS_OF_8
+    # One hash for both: those of two seeds agree too often.
+    ends, forces = divmod(next_token(ids, 1, 64), 8)
     for token in eos_ids:
-        allowed[token] = may_end
-    if next_token(ids, 2, 8) < _FORCES_OF_8 and allowed.any():
+        allowed[token] = ends < _ENDS_OF_8
+    if forces < _FORCES_OF_8 and allowed.any():
         allowed &= np.arange(vocab_size) == np.flatnonzero(allowed)[-1]
     if not allowed.any():
         allowed[list(eos_ids or {0})] = True

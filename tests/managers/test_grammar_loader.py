@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hash_grammar import HashGrammar, HashGrammars, hashed_vocabulary
@@ -65,6 +67,24 @@ def test_a_bad_grammar_is_an_error_at_once_without_a_thread_and_later_with_one()
     while not failed:
         failed += loader.collect(may_wait=True)
     assert failed[0][0] is req and not req.awaits_grammar and not loader.is_waiting
+
+
+def test_one_thread_compiles_all_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries bear no more, and nobody waits for it."""
+    threads: list[int] = []
+    compile_one = HashGrammars.compile
+
+    def recorded(self: HashGrammars, spec: GrammarSpec) -> HashGrammar:
+        threads.append(threading.get_ident())
+        return compile_one(self, spec)
+
+    monkeypatch.setattr(HashGrammars, "compile", recorded)
+    loader = loader_of(in_thread=True)
+    for number in range(20):
+        loader.attach(request(str(number)), spec(number))
+    while loader.is_waiting:
+        assert not loader.collect(may_wait=True)
+    assert len(threads) == 20 and len({*threads, threading.get_ident()}) == 2
 
 
 class Crashing:
