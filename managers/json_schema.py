@@ -60,8 +60,6 @@ def closed(schema: Any) -> Any:
     An object whose `required` names a property without a schema stays open. A schema with `allOf` is returned as it is,
     because each of its parts must leave room for the others.
     """
-    if not isinstance(schema, dict):
-        return schema
     if any("allOf" in part for part in _walk(schema)):
         return schema
     copy = json.loads(json.dumps(schema))
