@@ -51,7 +51,11 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"regex": r"a\.b|c\+"}, ["a.b", "c+"], ["axb", "c"]),
     ({"ebnf": 'root ::= "a" item* "z"\nitem ::= [0-9] | "-"'}, ["az", "a1-2z"], ["a", "a1", "aaz"]),
     ({"ebnf": 'root ::= ("ab" | "a") ("bc" | "c")'}, ["abc", "abbc", "ac"], ["ab", "abb"]),
-    ({"json_schema": OBJECT}, ['{"a": 1}', '{"a": -20}'], ["{}", '{"a":1}', '{"a": 1, "b": 2}', '{"a": 1.5}']),
+    (
+        {"json_schema": OBJECT},
+        ['{"a": 1}', '{"a": -20}'],
+        ["{}", '{"a":1}', '{ "a": 1}', '{"a": 1, "b": 2}', '{"a": 1.5}'],
+    ),
     ({"json_schema": {"type": "object"}}, ["{}", '{"x": {"y": [1, null]}}'], ["[]", "1"]),
     ({"json_schema": {"enum": ["a", 1, None]}}, ['"a"', "1", "null"], ['"b"', "2"]),
     (
