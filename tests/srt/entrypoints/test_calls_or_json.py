@@ -111,9 +111,13 @@ def test_a_required_call_has_no_text_in_a_format(site: Site) -> None:
 def test_what_cannot_stand_beside_calls_is_refused(site: Site) -> None:
     tag = {"type": "structural_tag", "structures": [], "triggers": ["<a>"]}
     for fields, param, says in (
-        ({"json_schema": json.dumps(SCHEMA), "tool_choice": "required"}, "json_schema", "both constrain"),
-        ({"response_format": tag, "tool_choice": "required"}, "response_format", "both constrain"),
-        ({"response_format": tag, "tools": [tool(strict=True)]}, "response_format", "both constrain"),
+        (
+            {"json_schema": json.dumps(SCHEMA), "tool_choice": "required"},
+            "json_schema",
+            "beside a required call: both constrain",
+        ),
+        ({"response_format": tag, "tool_choice": "required"}, "response_format", "beside a required call"),
+        ({"response_format": tag, "tools": [tool(strict=True)]}, "response_format", "beside strict functions or"),
         ({"ebnf": 'root ::= "a"'}, "ebnf", "not possible beside tools"),
         ({"json_schema": "{"}, "json_schema", "not JSON"),
         ({"json_schema": "[" * 10_000}, "json_schema", "not JSON"),
