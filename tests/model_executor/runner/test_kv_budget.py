@@ -3,11 +3,19 @@ from __future__ import annotations
 import errno
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from toy_runner import make_toy_runner
 
 from tercet.mem_cache import token_to_kv_pool
 from tercet.model_executor.device.memory import Memory, host_memory
-from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_BYTES, DEFAULT_CPU_SHARE, check_host_kv, num_kv_tokens
+from tercet.model_executor.runner.kv_budget import (
+    DEFAULT_CPU_BYTES,
+    DEFAULT_CPU_SHARE,
+    GPU_MARGIN,
+    check_host_kv,
+    num_kv_tokens,
+)
 
 GIB = 1 << 30
 
@@ -54,6 +62,49 @@ def test_tokens_asked_for():
     assert tokens(memory, max_total_tokens=most) == most
     with pytest.raises(ValueError, match=f"{most + 1}.*{most} tokens"):
         tokens(memory, max_total_tokens=most + 1)
+
+
+@given(
+    total=st.integers(1, 64 * GIB),
+    share=st.floats(0, 1),
+    reserve=st.integers(0, GIB),
+    bytes_per_token=st.integers(1, 1 << 20),
+    page_size=st.sampled_from([1, 16, 256]),
+    context_len=st.integers(1, 1 << 20),
+    fraction=st.none() | st.floats(0.01, 1),
+    on_cpu=st.booleans(),
+)
+def test_the_pool_has_all_pages_that_its_rule_allows(
+    total, share, reserve, bytes_per_token, page_size, context_len, fraction, on_cpu
+):
+    available = int(total * share)
+    if fraction is not None:
+        most = fraction * total - (total - available)
+    elif on_cpu:
+        most = min(max(DEFAULT_CPU_BYTES, context_len * bytes_per_token), DEFAULT_CPU_SHARE * available)
+    else:
+        most = available - reserve - GPU_MARGIN * total
+
+    def fits(num_tokens, rounding_bytes):
+        with_dummy = (num_tokens + page_size) * bytes_per_token
+        return num_tokens * bytes_per_token <= most + rounding_bytes and with_dummy <= available - reserve
+
+    try:
+        number = num_kv_tokens(
+            Memory(total, available),
+            bytes_per_token,
+            page_size=page_size,
+            context_len=context_len,
+            mem_fraction_static=fraction,
+            max_total_tokens=None,
+            on_cpu=on_cpu,
+            reserve=reserve,
+        )
+    except ValueError:
+        assert not fits(2 * page_size, -1)
+    else:
+        assert number >= 2 * page_size and number % page_size == 0
+        assert fits(number, 1) and not fits(number + page_size, -1)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
