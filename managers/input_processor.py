@@ -297,7 +297,7 @@ class InputProcessor:
         if 0 <= min(ids) <= max(ids) < vocab_size:
             return
         if not is_text:
-            check_token_ids(ids, vocab_size, "input_ids")
+            check_token_ids(ids, vocab_size, "prompt")
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         assert self.tokenizer is not None
         raise InvalidRequest(

@@ -138,7 +138,7 @@ class TokenizerManager:
                 self.inputs.check_hidden_states(options, len(ids), prompt.request.num_samples)
                 prompt.on_prepared(ids)
         except InvalidRequest as error:
-            if error.param in ("prompt", "input_ids", None):
+            if error.param in ("prompt", None):
                 error.param = given.param
             raise
 

@@ -231,8 +231,10 @@ def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
 )
 def test_what_a_server_refuses_raises(make_engine: MakeEngine, prompt: Any, sampling: Any, message: str) -> None:
     engine = make_engine()
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidRequest, match=message) as caught:
         engine.add_request("a", prompt, sampling)
+    if sampling is None:
+        assert (caught.value.param or "").startswith("prompt")
     assert not engine.has_unfinished()
     engine.add_request("a", [1], {"max_new_tokens": 1})
     with pytest.raises(InvalidRequest, match="request id 'a' is in use"):
