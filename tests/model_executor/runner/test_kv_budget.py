@@ -14,6 +14,8 @@ from tercet.model_executor.runner.kv_budget import (
     DEFAULT_CPU_SHARE,
     GPU_MARGIN,
     check_host_kv,
+    check_random_weights,
+    check_weights,
     num_kv_tokens,
 )
 
@@ -120,6 +122,23 @@ def test_no_room():
         tokens(Memory(GIB, 1 << 16))
     with pytest.raises(ValueError, match=r"only 0\.00 GiB are available \(0 tokens\)"):
         tokens(Memory(8 * GIB, GIB), max_total_tokens=1000, reserve=2 * GIB)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_smallest_pool_has_two_pages_beside_the_dummy(page_size):
+    size = 3 * page_size << 15
+    assert tokens(Memory(size, size), mem_fraction_static=1.0, page_size=page_size) == 2 * page_size
+    with pytest.raises(ValueError, match="not enough memory for a KV pool"):
+        tokens(Memory(size, size - 1), mem_fraction_static=1.0, page_size=page_size)
+
+
+def test_weights_that_do_not_fit():
+    check_weights(GIB - 1, Memory(2 * GIB, GIB))
+    with pytest.raises(ValueError, match=r"the weights need 1\.00 GiB, but only 1\.00 GiB of the GPU's 2\.00 GiB are"):
+        check_weights(GIB, Memory(2 * GIB, GIB))
+    check_random_weights(GIB, GIB)
+    with pytest.raises(ValueError, match=r"random weights: they take 2\.00 GiB, and 1\.00 GiB are available"):
+        check_random_weights(2 * GIB, GIB)
 
 
 def test_host_memory_for_kv_that_does_not_fit():

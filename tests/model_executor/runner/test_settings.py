@@ -111,18 +111,28 @@ def test_fused_small_steps_need_triton_and_a_type_with_a_wide_range(settings: di
     assert make_settings(config, fuse_small_steps=True, attention_backend="triton", dtype="bfloat16").fuse_small_steps
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_dependent_launches_need_a_gpu_and_fused_steps(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_nvidia(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Settings are resolved for a GPU of this compute capability."""
+    monkeypatch.setattr(settings_module, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fused", "allowed"),
+    [(None, True, False), ((8, 9), True, False), ((9, 0), True, True), ((10, 0), True, True), ((9, 0), False, False)],
+)
+def test_dependent_launches_need_a_gpu_and_fused_steps(
+    capability: tuple[int, int] | None, fused: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = dataclasses.replace(TOY, load_format="dummy")
-    triton = {"attention_backend": "triton", "dtype": "bfloat16", "fuse_small_steps": fused, "dependent_launch": True}
-    with pytest.raises(ValueError, match="--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute"):
-        make_settings(config, **triton)
-    monkeypatch.setattr("tercet.model_executor.runner.settings._has_dependent_launch", lambda device: True)
-    if fused:
-        assert make_settings(config, **triton).dependent_launch
+    triton = {"attention_backend": "triton", "dtype": "bfloat16", "page_size": 64, "fuse_small_steps": fused}
+    if capability is not None:
+        use_nvidia(monkeypatch, capability)
+    if allowed:
+        assert make_settings(config, dependent_launch=True, **triton).dependent_launch
     else:
-        with pytest.raises(ValueError, match="--dependent-launch needs --fuse-small-steps"):
-            make_settings(config, **triton)
+        with pytest.raises(ValueError, match="--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of"):
+            make_settings(config, dependent_launch=True, **triton)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +151,12 @@ def test_hopper_prefill_needs_what_its_kernel_needs(
 ) -> None:
     config = dataclasses.replace(TOY, load_format="dummy", head_dim=64)
     wanted = {"attention_backend": "triton", "dtype": "bfloat16", "page_size": 64, "hopper_prefill": True} | change
-    with pytest.raises(ValueError, match=r"--hopper-prefill needs triton attention and an NVIDIA GPU"):
-        make_settings(config, **wanted)
-    monkeypatch.setattr(settings_module, "_is_hopper", lambda device: True)
+    for capability in (None, (8, 9), (10, 0)):
+        if capability is not None:
+            use_nvidia(monkeypatch, capability)
+        with pytest.raises(ValueError, match=r"--hopper-prefill needs triton attention and an NVIDIA GPU"):
+            make_settings(config, **wanted)
+    use_nvidia(monkeypatch, (9, 0))
     if message is None:
         assert make_settings(config, **wanted).hopper_prefill
         with pytest.raises(ValueError, match="needs heads of 64 or 128 components, but the model's have 80"):
@@ -151,6 +164,44 @@ def test_hopper_prefill_needs_what_its_kernel_needs(
     else:
         with pytest.raises(ValueError, match=f"--hopper-prefill {message}"):
             make_settings(config, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"enable_hierarchical_cache": True, "hicache_size": 0.5}, (1 << 29, False)),
+        ({"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}, (1 << 30, True)),
+        ({"enable_hierarchical_cache": True, "hicache_size": 3.0, "hicache_storage_dir": "kv"}, (3 << 30, True)),
+    ],
+)
+def test_host_memory_for_kv_has_a_size_without_one_above_files(
+    given: dict[str, Any], expected: tuple[int, bool] | None
+) -> None:
+    assert make_settings(TOY, **given).host_kv == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "has_gpu", "device"),
+    [
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda"),
+        ("cpu", True, "cpu"),
+        ("cuda:1", True, "cuda:1"),
+        ("cuda:1", False, None),
+        ("meta", True, None),
+    ],
+)
+def test_the_device_is_the_one_that_was_named(
+    name: str, has_gpu: bool, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(env.os, "environ", {})
+    if device is None:
+        with pytest.raises(ValueError, match=r"device must be auto, cpu or cuda|--device cuda needs a GPU"):
+            settings_module.resolve_device(name)
+    else:
+        assert settings_module.resolve_device(name) == torch.device(device)
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1", "auto"])
