@@ -240,7 +240,10 @@ class _ServerRun:
             not self._is_idle(manager) and len(self._signals) < 2 and not core.died.done() and not manager.pause.is_on
         ):
             if time.monotonic() > deadline:
-                logger.warning("%d requests did not finish before the shutdown timeout", manager.num_unfinished)
+                if manager.num_unfinished:
+                    logger.warning("%d requests did not finish before the shutdown timeout", manager.num_unfinished)
+                else:
+                    logger.warning("An HTTP worker did not report before the shutdown timeout that it is done")
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
 
