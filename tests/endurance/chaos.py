@@ -32,7 +32,7 @@ from endurance.resources import use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 from endurance.tally import Tally
 
-from tercet.benchmarks.argument_types import positive
+from tercet.benchmarks.argument_types import above_zero, not_negative, positive
 
 _TMPFS_MIB = {"toy": 64}
 _OTHER_TMPFS_MIB = 2048
@@ -45,18 +45,20 @@ _DURING_RESTARTS = 0.25
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("chaos", __doc__, model="default", clients=8)
     parser.add_argument("--faults", type=positive, default=100, help="number of faults (default 100)")
-    parser.add_argument("--interval", type=float, default=1.0, help="mean seconds between two faults (default 1)")
+    parser.add_argument("--interval", type=above_zero, default=1.0, help="mean seconds between two faults (default 1)")
     parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
     parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
-    parser.add_argument("--watchdog", type=float, default=12, help="--watchdog-timeout of the server (default 12)")
-    parser.add_argument("--max-stop", type=float, default=10, help="seconds of the longest SIGSTOP (default 10)")
-    parser.add_argument("--max-silence", type=float, default=2.0, help="seconds of a stream without a byte (default 2)")
+    parser.add_argument("--watchdog", type=above_zero, default=12, help="--watchdog-timeout of the server (default 12)")
+    parser.add_argument("--max-stop", type=not_negative, default=10, help="seconds of the longest SIGSTOP (default 10)")
+    parser.add_argument(
+        "--max-silence", type=above_zero, default=2.0, help="seconds of a stream without a byte (default 2)"
+    )
     parser.add_argument("--tls", action="store_true", help="the server and its clients use TLS")
     parser.add_argument("--http-workers", type=int, default=1, help="--tokenizer-worker-num of the server (default 1)")
     parser.add_argument(
         "--server-faults", action="store_true", help="also kill and restart the whole server; clients go on at the next"
     )
-    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no fault begins")
+    parser.add_argument("--time-limit", type=above_zero, default=1e9, help="seconds after which no fault begins")
     args = parser.parse_args(argv)
     if args.server_faults and args.http_workers > 1:
         parser.error("--server-faults needs one HTTP process, as --resume-file does")

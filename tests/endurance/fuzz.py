@@ -35,7 +35,7 @@ from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 from endurance.tally import Tally
 
-from tercet.benchmarks.argument_types import positive
+from tercet.benchmarks.argument_types import above_zero, positive
 from tercet.benchmarks.http_client import HttpClient, HttpError
 
 _RAW_SHARE = 0.25
@@ -51,25 +51,22 @@ _STALLS_SHOWN = 10
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("fuzz", __doc__, model="toy", clients=8)
     parser.add_argument("--requests", type=positive, default=10_000, help="number of hostile requests (default 10000)")
-    parser.add_argument("--rate", type=float, help="most hostile requests per second (default: no limit)")
+    parser.add_argument("--rate", type=above_zero, help="most hostile requests per second (default: no limit)")
     parser.add_argument("--tls", action="store_true", help="the server uses TLS, which is attacked, too")
     parser.add_argument("--context-length", type=int, default=256, help="bounds the longest answer (default 256)")
     parser.add_argument(
         "--max-stall",
-        type=float,
+        type=above_zero,
         default=STALL_S,
         help="processor seconds of one turn of the event loop (default 0.1); allow more on a slow machine",
     )
     parser.add_argument(
         "--max-ratio",
-        type=float,
+        type=above_zero,
         default=2.0,
         help="with --rate: the neighbour's p99 beside the attack, divided by its p99 alone (default 2)",
     )
-    args = parser.parse_args(argv)
-    if args.rate is not None and args.rate <= 0:
-        parser.error("--rate must be more than 0")
-    return args
+    return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -23,7 +23,7 @@ from endurance.options import report_file
 from random_steps.cases import Case, draw_case
 from random_steps.scheduler_case import SchedulerCase
 
-from tercet.benchmarks.argument_types import positive
+from tercet.benchmarks.argument_types import above_zero, positive
 
 _MAX_FAILURES = 5
 _PROGRESS_INTERVAL_S = 10.0
@@ -122,7 +122,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/steps", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=positive, default=1_000_000, help="steps in all (default: %(default)s)")
     parser.add_argument("--first", type=int, help="number of the first case (default: random)")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="end after so many seconds")
+    parser.add_argument(
+        "--time-limit", type=above_zero, default=float("inf"), metavar="S", help="end after so many seconds"
+    )
     parser.add_argument("--case", type=int, help="run this case of the scheduler alone, and make it small if it fails")
     parser.add_argument("--cache-case", type=int, help="run this case of the prefix cache alone")
     parser.add_argument("--report", type=report_file, help="write the counts to this JSON file")
