@@ -150,10 +150,15 @@ class AnswerText:
                 return ""
             yield
 
+    def ends_inside(self, *marks: str) -> bool:
+        """Whether the answer ends inside one of these marks, or before it. Call it after `accept` has found none."""
+        rest = self._text[self._at :]
+        return self._ended and any(mark.startswith(rest) for mark in marks)
+
     def accept_end(self, mark: str) -> Reading[str]:
         """Takes the mark that ends a call, or its first part if the answer ends within it. Returns what was taken."""
         taken = yield from self.accept(mark)
-        if not taken and mark.startswith(self._text[self._at :]):
+        if not taken and self.ends_inside(mark):
             taken = yield from self.take(len(mark))
         return taken
 

@@ -67,9 +67,11 @@ def _read_arguments(answer: AnswerText, functions: Functions, name: str) -> Read
             is_whole = yield from _read_value(answer, functions.kinds(name, key))
         if not is_whole:
             return
-    ended = yield from answer.accept_end("</function>")
-    if ended or (yield from answer.peek()):
-        answer.arguments("}")
+    if answer.ends_inside(PARAMETER):  # there might have been further parameters
+        yield from answer.take(len(PARAMETER))
+        return
+    yield from answer.accept_end("</function>")  # it may be missing
+    answer.arguments("}")
 
 
 def _read_text(answer: AnswerText) -> Reading[bool]:

@@ -24,6 +24,7 @@ from tercet.srt.text.answer.tools import Functions
 def test_a_part_of_the_mark_that_ends_a_call_is_no_content(tools: str, call: str, end: str) -> None:
     form = AnswerFormat(tools=tools, functions=Functions({"now": None}))
     called = [CallStart("now"), Arguments("{}")]
-    for length in range(1, len(end) + 1):
+    shortest = 2 if end == "</function>" else 1  # "<" may begin a parameter
+    for length in range(shortest, len(end) + 1):
         assert join_parts(parse_answer(form, call + end[:length])) == called
     assert join_parts(parse_answer(form, f"{call}<ok>")) == [*called, Content("<ok>")]
