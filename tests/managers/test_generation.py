@@ -71,6 +71,13 @@ def test_an_end_without_a_token_keeps_the_last_counts() -> None:
     assert generation.take().counts.queue_time_s == 0.25
 
 
+def test_a_sample_without_tokens_has_no_time_of_a_first_token() -> None:
+    (generation,) = make(1)
+    end = TokenOut(rid="r", token_ids=[], finish=LengthFinish(0), counts=Counts(2))
+    generation.push(TextOut(tokens=end, text=""))
+    assert generation.first_token_s is None and generation.finished_s is not None
+
+
 def test_a_step_wakes_the_reader_once() -> None:
     """All samples of a request that have a token in a step come together."""
 
