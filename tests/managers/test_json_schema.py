@@ -84,6 +84,7 @@ OTHERS: list[Any] = [
     {**ITEM, "required": [[]]},
     {**ITEM, "additionalProperties": True},
     {**ITEM, "minProperties": 1},
+    {**ITEM, "items": ITEM},
     {"allOf": [ITEM]},
     {"$ref": "#"},
     {"$defs": {"x": ITEM}, "$ref": "#/$defs/x"},
@@ -136,10 +137,11 @@ def test_anything_else_is_a_limit(schema: Any) -> None:
 
 
 def test_a_deep_or_long_schema_is_not_plain() -> None:
-    deep: Any = {"type": "null"}
-    for _ in range(40):
-        deep = {"type": "array", "items": deep}
-    assert not is_plain(deep, json.dumps(deep))
+    for wrap in WRAPPED:
+        deep: Any = {"type": "null"}
+        for _ in range(40):
+            deep = wrap(deep)
+        assert not is_plain(deep, "")
     assert not is_plain(ITEM, " " * MAX_PLAIN_CHARS + json.dumps(ITEM))
 
 
