@@ -89,6 +89,7 @@ def test_every_format_with_a_grammar_has_a_case() -> None:
     "schema",
     [
         {"properties": {"x": {"type": "string", "maxLength": 3}}},
+        {"properties": []},
         {"properties": {"x": {"type": "string", "format": "date"}}},
         {"properties": {"x": {}}, "additionalProperties": True},
         {"properties": {"x": {}}, "required": ["y"]},
@@ -108,6 +109,13 @@ def test_a_schema_that_a_format_cannot_enforce_is_written_as_in_hermes(schema: d
     functions = Functions({"f": schema, "g": {"properties": {"x": {"type": ["string", "null"], "maxLength": 3}}}})
     assert format_under_grammar("qwen3_coder", functions, ["f", "g"]) == "hermes"
     assert format_under_grammar("qwen3_coder", functions, ["g"]) == "qwen3_coder"
+
+
+def test_the_labels_of_a_schema_change_nothing() -> None:
+    texts = dict.fromkeys(["title", "description", "default", "$comment", "$schema"], "a")
+    labels = {**texts, "examples": ["a"], "deprecated": True, "readOnly": True, "writeOnly": True}
+    schema = {"type": "object", "properties": {"x": {"type": "string", **labels}}, **labels}
+    assert format_under_grammar("qwen3_coder", Functions({"f": schema}), ["f"]) == "qwen3_coder"
 
 
 @pytest.mark.parametrize(
