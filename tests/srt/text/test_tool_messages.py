@@ -98,6 +98,13 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert "<assistant>Wait.\n<tool_call>" in template.render(said)
 
 
+def test_a_result_may_be_the_first_message_and_functions_keep_their_letters() -> None:
+    described = {"type": "function", "function": {"name": "f", "description": "Größe"}}
+    prompt = ChatTemplate(PLAIN, {}).render(CHAT[2:], tools=[described])
+    assert prompt.endswith("<user><tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response>")
+    assert '{"name": "f", "description": "Größe"}' in prompt
+
+
 def test_a_template_without_system_messages_gets_the_functions_from_the_user() -> None:
     template = ChatTemplate(NO_SYSTEM, {})
     assert not template.takes_system
