@@ -10,7 +10,7 @@ import torch
 
 from tercet.benchmarks.limits import Ceilings
 from tercet.benchmarks.report import json_line
-from tercet.benchmarks.results import Result, finish, number, percent, write
+from tercet.benchmarks.results import Result, circumstances, finish, number, percent, write
 
 
 def made() -> Result:
@@ -98,6 +98,26 @@ def test_files_are_called_after_date_hardware_and_name(
     assert [first, second] == [f"written: {markdown}", f"written: {plain}"]
     assert json.loads(last) == json.loads(plain.read_text()) == json.loads(json_line(result.as_json()))
     assert markdown.read_text() == result.markdown()
+
+
+def test_a_benchmark_of_an_external_server_names_no_device(tmp_path: Path) -> None:
+    result = Result("external", "External", "python -m some", [], None)
+    found = result.as_json()
+    assert found["device"] is None and found["ceilings"] is None and "compute_threads" not in found
+    assert result.text() == "" and "ceilings" not in result.markdown()
+    assert json.loads(write(result, tmp_path)[1].read_text()) == found
+
+
+@pytest.mark.parametrize(("cuda", "hip", "name"), [("13.0", None, "CUDA"), (None, "7.1", "ROCm")])
+def test_the_circumstances_name_the_gpu_and_its_software(
+    cuda: str | None, hip: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = circumstances("python -m some", [], torch.device("cuda:1"))
+    assert found["hardware"]["gpus"] == ["GPU of cuda:1"] and found["device"] == "cuda:1"
+    assert {"CUDA", "ROCm"} & found["versions"].keys() == {name} and found["versions"][name] == (cuda or hip)
 
 
 def test_a_result_is_shown_even_if_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
