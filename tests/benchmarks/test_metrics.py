@@ -127,7 +127,7 @@ def test_without_usage_text_is_counted() -> None:
 
 
 def test_text_is_counted_without_the_special_tokens_around_it() -> None:
-    stream = output(0.0, 3.0, [1.0, 2.0, 3.0], texts=["The", " cat", "\n"])
+    stream = output(0.0, 3.0, [1.0, 2.0, 3.0], texts=["The quick brown fox", " jumps", "."])
     plain, with_bos = (measure([Request("x", 1, 3)], [stream], 3.0, merging(bos)) for bos in (False, True))
     assert plain.output_lens == with_bos.output_lens
     assert plain.timeline.tokens.tolist() == with_bos.timeline.tokens.tolist()
