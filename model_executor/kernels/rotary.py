@@ -97,11 +97,11 @@ def store_heads(
     else:
         x = x.to(dtype)
         y = y.to(dtype)
-    lower = tl.arange(0, x.shape[1])[None, :]
-    upper = lower + HEAD_DIM // 2
-    k_target = k_slot_ptr + (head - NUM_HEADS)[:, None] * HEAD_DIM
-    v_target = v_slot_ptr + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
-    k_x, k_y, v_x, v_y = k_target + lower, k_target + upper, v_target + lower, v_target + upper
+    i = tl.arange(0, x.shape[1])[None, :]
+    k_x = k_slot_ptr + (head - NUM_HEADS)[:, None] * HEAD_DIM + i
+    v_x = v_slot_ptr + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM + i
+    # With the upper halves as offsets of their own, Triton 3.7 spills registers.
+    k_y, v_y = k_x + HEAD_DIM // 2, v_x + HEAD_DIM // 2
     k_mask = mask & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
     v_mask = mask & is_v[:, None]
     if FP8:
