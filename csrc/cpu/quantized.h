@@ -328,6 +328,7 @@ struct QuantizedPacked : PanelsOfGroups<kBytesOfGroup<Dot<Weights>>> {
       }
       multiply_panel<D, kRows>(values, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products);
       const FloatPair scales = load_pair(header);
+      // The scale of the row first: with the other order, Zen 5 is further from the limit that README.md names.
       const auto add_scaled = [&](int64_t r, int side, Vec scale) __attribute__((always_inline)) {
         const auto total = __builtin_convertvector(D::total(products[r][side]), Floats);
         sums[r][side] += to_floats(scale) * (group_of(r).scale * total);
