@@ -294,10 +294,11 @@ class InputProcessor:
     def _check_rows(self, ids: Sequence[int], *, is_text: bool) -> None:
         """Raises InvalidRequest for a token that the model has no embedding of. A tokenizer may know such tokens."""
         vocab_size = self._facts.vocab_size
-        if 0 <= min(ids) <= max(ids) < vocab_size:
-            return
         if not is_text:
             check_token_ids(ids, vocab_size, "prompt")
+            return
+        if 0 <= min(ids) <= max(ids) < vocab_size:
+            return
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         assert self.tokenizer is not None
         raise InvalidRequest(

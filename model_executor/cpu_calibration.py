@@ -166,7 +166,7 @@ def _kept(path: Path, key: Mapping[str, Any]) -> ChosenTuning | None:
         tuning = _parse(content)
         if json.loads(content).get("key") == key:
             tuning.apply()
-            return ChosenTuning(tuning, os.fsencode(path).decode(errors="backslashreplace"))  # as messages can have it
+            return ChosenTuning(tuning, os.fsencode(path).decode(errors="backslashreplace"))  # messages are UTF-8
         logger.warning("Measuring again: %s is for another machine or build", path)
     except FileNotFoundError:
         return None

@@ -75,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._check_stops()
             self._check_logit_bias()
             self._check_grammar()
-        except (TypeError, AttributeError, OverflowError):  # only of a program's value: decoders check types first
+        except (TypeError, AttributeError, OverflowError):  # from Python code; decoders check types first
             converted(SamplingParams, msgspec.structs.asdict(self))
             raise
 

@@ -150,17 +150,14 @@ class AnswerText:
                 return ""
             yield
 
-    def ends_inside(self, *marks: str) -> bool:
-        """Whether the answer ends inside one of these marks, or before it. Call it after `accept` has found none."""
-        rest = self._text[self._at :]
-        return self._ended and any(mark.startswith(rest) for mark in marks)
+    def ends_inside(self, mark: str) -> bool:
+        """Whether the answer ends inside this mark, or before it. Call it after `accept` has not found the mark."""
+        return self._ended and mark.startswith(self._text[self._at :])
 
-    def accept_end(self, mark: str) -> Reading[str]:
-        """Takes the mark that ends a call, or its first part if the answer ends within it. Returns what was taken."""
-        taken = yield from self.accept(mark)
-        if not taken and self.ends_inside(mark):
-            taken = yield from self.take(len(mark))
-        return taken
+    def accept_end(self, mark: str) -> Reading[None]:
+        """Takes the mark that ends a call, if it comes, or its first part if the answer ends within it."""
+        if not (yield from self.accept(mark)) and self.ends_inside(mark):
+            yield from self.take(len(mark))
 
     def run(self, pattern: re.Pattern[str], put: Callable[[str], None]) -> Reading[None]:
         """Passes the characters on that match the pattern, which is a class of characters with `+`."""
