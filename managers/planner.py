@@ -22,9 +22,9 @@ from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
 MAX_HELD_BACK = 3
 """Extend steps in a row in which shorter prompts may hold the oldest unfinished one back. Then it gets half a step."""
 
-Proposer = Callable[[Req, int], Sequence[int]]
-"""Proposes drafts for a request: guesses of the tokens after its newest one, at most as many as the second argument.
-With overlap, the host may not know the newest token yet."""
+Proposer = Callable[[Sequence[Req], Sequence[int]], Sequence[Sequence[int]]]
+"""Proposes drafts for each request of a decode step: guesses of the tokens after its newest one, at most as many as the
+second argument says. With overlap, the host may not know the newest token yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,11 @@ class Planner:
         """Extend steps in a row in which the oldest unfinished prompt had less than half of the tokens."""
         self._count_startable()
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether decode steps may have drafts."""
+        return self._propose is not None
+
     def plan(self) -> ScheduleBatch | None:
         """The next step. None: nothing can run before the step in flight is processed."""
         self._share_last_extends()
@@ -135,8 +140,8 @@ class Planner:
         self.queues.num_startable = 0
 
     def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
-        """The step of `batch` took so long."""
-        if self.gap is not None and batch.reqs:
+        """The step of `batch` took so long. Drafts are no work beside which prompts are planned."""
+        if self.gap is not None and batch.reqs and not batch.inputs.verifies_drafts:
             self.gap.observe(batch.inputs, batch.num_decodes, seconds)
 
     def _share_last_extends(self) -> None:
@@ -348,7 +353,8 @@ class Planner:
         cause a retraction."""
         if self._propose is None:
             return None
-        drafts = [self._propose(req, req.max_kv_len - req.kv_len - 1) if req.takes_drafts else [] for req in decodes]
+        limits = [req.max_kv_len - req.kv_len - 1 if req.takes_drafts else 0 for req in decodes]
+        drafts = self._propose(decodes, limits)
         num_new = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
         if not any(drafts) or self.kv.decode_shortfall(decodes, num_new) > 0:
             return None

@@ -228,8 +228,8 @@ class Req:
     @property
     def takes_drafts(self) -> bool:
         """Whether drafts may be proposed for it. A grammar's mask is for one position. Hidden states of rejected drafts
-        would have to be dropped."""
-        return self.grammar is None and self.hidden is None
+        would have to be dropped. Penalties count what the device samples, so also what follows a wrong draft."""
+        return self.grammar is None and self.hidden is None and not self.sampling.has_penalties
 
     @property
     def takes_forced_tokens(self) -> bool:

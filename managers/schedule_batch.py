@@ -38,9 +38,6 @@ class ScheduleBatch:
     """Requests that decode."""
     sampled_lens: Int32Array
     """[len(sampled)], the length of each, with its drafts, before its new token."""
-    num_drafts: list[int] | None = None
-    """[len(sampled)] drafts of each request. Its result has at least one and at most `1 + num_drafts` tokens. None: no
-    request has a draft."""
     scored: list[Req] = field(default_factory=list)
     """The request of each of `inputs.prompt_scores`."""
     pooled: list[Req] = field(default_factory=list)
@@ -102,6 +99,8 @@ def build_extend(
     ids = [extend.req.token_ids()[extend.start : extend.end] for extend in extends]
     ids.append(_int32(list(chain.from_iterable(new_ids))))
     sampled = [extend.is_last_chunk for extend in extends] + [True] * len(decodes)
+    has_drafts = any(len(found) > 1 and found[0] == FROM_DEVICE for found in new_ids)
+    assert not (has_drafts and extends), "a step with drafts has only decodes"
     scored, scores = _prompt_scores(extends)
     pooled, sums = _hidden_sums(extends)
     shown, states = _hidden_states(reqs, starts, ends)
@@ -113,6 +112,7 @@ def build_extend(
         extend_lens=ends - starts,
         input_ids=np.concatenate(ids),
         sampled=np.array(sampled, dtype=np.bool_),
+        verifies_drafts=has_drafts,
         table_updates=kv.req_to_token_pool.take_updates(),
         kv_copies=_take_copies(kv),
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
@@ -120,8 +120,6 @@ def build_extend(
         hidden_sums=sums,
         hidden_states=states,
     )
-    num_drafts = [0] * (sum(sampled) - len(decodes))
-    num_drafts += [len(found) - 1 if found[0] == FROM_DEVICE else 0 for found in new_ids]
     return ScheduleBatch(
         inputs,
         reqs,
@@ -129,7 +127,6 @@ def build_extend(
         num_prompt_tokens=inputs.num_tokens - len(ids[-1]),
         num_decodes=len(decodes),
         sampled_lens=ends[inputs.sampled],
-        num_drafts=num_drafts if any(num_drafts) else None,
         scored=scored,
         pooled=pooled,
         shown=shown,

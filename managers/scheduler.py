@@ -167,6 +167,7 @@ class Scheduler:
             num_retractions=self.planner.num_retractions,
             num_kv_repairs=self._idle_work.num_kv_repairs,
             is_paused=self._pause.is_on,
+            speculates=self.planner.has_drafts,
         )
 
     def check_grammar(self, spec: GrammarSpec) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ..srt.io_struct import AbortFinish, SchedulerState
+from ..srt.speculation_state import SpeculationState
 from .kv_cache_manager import KVCacheManager
 from .req import Req
 from .request_queues import RequestQueues
@@ -30,6 +31,8 @@ class SchedulerMetrics:
         self._cached_tokens = 0
         self._prompt_tokens = 0
         self._num_steps = 0
+        self._num_verifications = self._num_drafts = self._num_accepted_drafts = 0
+        """See SpeculationState."""
         self.generated_tokens = 0
         self._tokens_before = 0
         """Those that were generated before the interval."""
@@ -60,6 +63,20 @@ class SchedulerMetrics:
         """The outputs of all requests have grown by so many tokens. What a step returned beside them is dropped."""
         self.generated_tokens += num_tokens
 
+    def on_verified(self, num_drafts: int, num_accepted: int) -> None:
+        """A step has verified the drafts of one request."""
+        self._num_verifications += 1
+        self._num_drafts += num_drafts
+        self._num_accepted_drafts += num_accepted
+
+    @property
+    def speculation(self) -> SpeculationState:
+        return SpeculationState(
+            num_verifications=self._num_verifications,
+            num_drafts=self._num_drafts,
+            num_accepted_drafts=self._num_accepted_drafts,
+        )
+
     def on_idle(self) -> None:
         """Nothing runs from now until the next launch."""
         if self._busy_since is not None:
@@ -87,6 +104,7 @@ class SchedulerMetrics:
         num_retractions: int,
         num_kv_repairs: int,
         is_paused: bool,
+        speculates: bool,
     ) -> SchedulerState:
         return SchedulerState(
             num_running=len(queues.holders()),
@@ -107,6 +125,7 @@ class SchedulerMetrics:
             num_retained_tokens=kv.cache.retained_size,
             is_paused=is_paused,
             tiers=None if kv.tiers is None else kv.tiers.state(),
+            speculation=self.speculation if speculates else None,
         )
 
     def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
@@ -150,12 +169,13 @@ class SchedulerMetrics:
             return
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
-            "#queue-req: %d",
+            "#queue-req: %d%s",
             len(queues.running),
             kv.num_used,
             kv.num_used / kv.allocator.size,
             self._gen_throughput,
             len(queues.waiting),
+            f", accept len: {self.speculation.accept_length:.2f}" if self._num_verifications else "",
         )
 
 

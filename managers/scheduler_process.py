@@ -49,6 +49,7 @@ from .grammar_worker import eos_ids_of, grammar_vocabulary
 from .kv_cache_manager import KVCacheManager
 from .kv_event_publisher import KVEventPublisher
 from .kv_tiers import KVTiers
+from .ngram_proposer import make_proposer
 from .planner import PlanLimits, Planner
 from .req_factory import ReqFactory
 from .request_queues import RequestQueues
@@ -170,8 +171,8 @@ def build_scheduler(
     `host_kv_pool`: the KV pool, if its memory is the host's. It is touched while the engine is idle.
     `load_weights`: loads other weights into `runner`; None: it has always the same.
     `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own. `planner_type`:
-    another rule, for simulations; None: the planner of the settings. `cost_depth`: that of the eviction policy `value`;
-    None: `equal_cost_depth` of the model.
+    another rule without drafts, for simulations; None: the planner of the settings. `cost_depth`: that of the eviction
+    policy `value`; None: `equal_cost_depth` of the model.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, cost_depth or equal_cost_depth(model_config), runner, clock)
@@ -235,9 +236,12 @@ def _planner(
     planner_type: type[Planner] | None,
 ) -> Planner:
     limits, slow_s = _limits(server_args, runner), server_args.explain_schedule
-    if planner_type is not None or slow_s is None:
-        return (planner_type or Planner)(limits, kv, queues, clock=clock)
-    return ExplainedPlanner(limits, kv, queues, clock=clock, slow_s=slow_s)
+    if planner_type is not None:
+        return planner_type(limits, kv, queues, clock=clock)
+    proposer = make_proposer(server_args, queues)
+    if slow_s is None:
+        return Planner(limits, kv, queues, proposer, clock=clock)
+    return ExplainedPlanner(limits, kv, queues, proposer, clock=clock, slow_s=slow_s)
 
 
 def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:

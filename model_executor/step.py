@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +25,8 @@ from ..srt.sampling_params import SamplingParams
 __all__ = [
     "FROM_DEVICE",
     "HIDDEN_UNIT",
+    "NO_DRAFT",
+    "Choices",
     "Float32Array",
     "ForwardMode",
     "HiddenRange",
@@ -46,6 +48,8 @@ __all__ = [
 
 FROM_DEVICE = -1
 """In `StepInputs.input_ids`: the row's newest token, which the runner keeps on the device."""
+NO_DRAFT = -2
+"""In `Choices.drafts`: no draft follows. It differs from every choice, also from an invalid one."""
 
 
 HIDDEN_UNIT = 2.0**-28
@@ -127,6 +131,22 @@ class KVCopies:
     """[M], the page of the pool that each is copied to."""
 
 
+class Choices(NamedTuple):
+    """The N tokens of a step after which a token is chosen: the last one of each sampled row, or with drafts all."""
+
+    at: npt.NDArray[np.int64]
+    """[N], index of each in [T]"""
+    rows: Int32Array
+    """[N], row of each"""
+    lens: Int32Array
+    """[N], length of the request up to each, which is the position of the chosen token"""
+    starts: npt.NDArray[np.int64]
+    """[R], index in [N] of each sampled row's first"""
+    drafts: Int32Array | None = None
+    """[N], the draft after each, or NO_DRAFT after the last one of a row. If the choice is another token, the row's
+    later choices follow a wrong token. None: the step has no drafts."""
+
+
 @dataclass(slots=True)
 class StepInputs:
     """The inputs of a step with B rows and T new tokens (T == B in DECODE)."""
@@ -145,7 +165,7 @@ class StepInputs:
     extend_lens: Int32Array | None = None
     """[B], number of new tokens of each row, >= 1. The cached prefix has seq_lens - extend_lens tokens."""
     input_ids: Int32Array | None = None
-    """[T], the new tokens. A decoding row of a mixed batch has FROM_DEVICE, and after it the row's drafts, if any."""
+    """[T], the new tokens. A decoding row of a mixed batch has FROM_DEVICE."""
     sampled: npt.NDArray[np.bool_] | None = None
     """[B], whether the row's next token is sampled; False for a chunk that is not the last of its prompt."""
     prompt_scores: list[PromptScore] = field(default_factory=list)
@@ -154,6 +174,8 @@ class StepInputs:
     """The prompt tokens whose hidden states are summed."""
     hidden_states: list[HiddenRange] = field(default_factory=list)
     """The tokens whose hidden states are wanted."""
+    verifies_drafts: bool = False
+    """Whether each row has FROM_DEVICE and then drafts, if any, which the step verifies. All rows are sampled."""
     # For both modes.
     kv_copies: KVCopies | None = None
     """Copies between the KV pool and host memory. A step with copies may have no rows: a DECODE step with B = 0."""
@@ -186,6 +208,23 @@ class StepInputs:
     def num_sampled(self) -> int:
         """The number of rows whose next token is sampled."""
         return len(self.rows) if self.sampled is None else int(self.sampled.sum())
+
+    @property
+    def num_choices(self) -> int:
+        """The number of tokens that are chosen, also after drafts."""
+        return self.num_tokens if self.verifies_drafts else self.num_sampled
+
+    def choices(self) -> Choices:
+        """The tokens of an EXTEND step after which a token is chosen."""
+        assert self.input_ids is not None and self.sampled is not None and self.extend_lens is not None
+        starts = self.starts
+        if not self.verifies_drafts:
+            rows = self.rows[self.sampled]
+            return Choices((starts[1:] - 1)[self.sampled], rows, self.seq_lens[self.sampled], np.arange(len(rows)))
+        drafts = np.append(self.input_ids[1:], np.int32(NO_DRAFT))
+        drafts[starts[1:] - 1] = NO_DRAFT
+        lens = (self.positions + 1).astype(np.int32)
+        return Choices(np.arange(len(drafts)), np.repeat(self.rows, self.extend_lens), lens, starts[:-1], drafts)
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,6 +24,7 @@ from .logprobs import Logprobs, NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
+from .speculation_state import SpeculationState
 from .tier_state import TierState
 from .view_parts import HotPrefix, RequestView, StepRecord
 from .weight_messages import UpdateWeightsReply, UpdateWeightsReq
@@ -317,6 +318,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """Generation is paused: requests wait, and no step runs."""
     tiers: TierState | None = None
     """Host memory and files. None without `--enable-hierarchical-cache`."""
+    speculation: SpeculationState | None = None
+    """None without `--speculative-algorithm`."""
 
     @property
     def num_used_tokens(self) -> int:

@@ -42,6 +42,7 @@ from tercet.srt.io_struct import (
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.server_args import ServerArgs
+from tercet.srt.speculation_state import SpeculationState
 from tercet.srt.start_reports import CpuKernels, SchedulerReady
 from tercet.srt.text.tokenizer import Tokenizer
 from tercet.srt.text.tokenizer_parts import TokenizerParts
@@ -94,6 +95,7 @@ class FakeScheduler:
         self.pauses: list[PauseReq | ContinueReq] = []
         self.is_paused = False
         self.tiers: TierState | None = None
+        self.speculation: SpeculationState | None = None
         self.is_paused = False
         self.answers: dict[type, Callable[[Any], ToTokenizer]] = {}
         """The replies to further kinds of messages."""
@@ -209,6 +211,7 @@ class FakeScheduler:
             num_retained_tokens=30,
             is_paused=self.is_paused,
             tiers=self.tiers,
+            speculation=self.speculation,
         )
 
     def view(self, after_step: int) -> EngineView:

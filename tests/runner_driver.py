@@ -59,10 +59,11 @@ class RunnerDriver:
         self.lens[row] = end
         return self.table[row, start:end].copy()
 
-    def extend(self, chunks, sampled=None, new_rows=()):
+    def extend(self, chunks, sampled=None, new_rows=(), verifies_drafts=False):
         """Runs an extend step. Returns its tokens.
 
-        `chunks`: {row: token ids, or None for the row's newest token on the device}
+        `chunks`: {row: token ids, or None for the row's newest token on the device}. `verifies_drafts`: each begins
+        with FROM_DEVICE, and the others are drafts.
         """
         rows = np.array(list(chunks), np.int32)
         ids = [np.array([FROM_DEVICE] if part is None else part, np.int32) for part in chunks.values()]
@@ -76,6 +77,7 @@ class RunnerDriver:
             extend_lens=np.array([len(part) for part in ids], np.int32),
             input_ids=np.concatenate(ids),
             sampled=np.ones(len(rows), bool) if sampled is None else np.array(sampled),
+            verifies_drafts=verifies_drafts,
         )
         return self._run(step)
 

@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from ...managers.step_cost import StepShape
-from ...model_executor.step import FROM_DEVICE, Int32Array, StepInputs, StepOutput, TokenMasks
+from ...model_executor.sampling.draft_verification import verify
+from ...model_executor.step import FROM_DEVICE, Choices, Int32Array, StepInputs, StepOutput, TokenMasks
 from .cost import DeviceProfile
 from .scatter import Scatter
 
@@ -127,10 +128,12 @@ class SimDevice:
         self.busy_s += end_s - start_s
         if not self.is_asynchronous:
             self._clock.advance_to(end_s)
-        rows, lens = step.rows, step.seq_lens
-        if step.sampled is not None:
-            rows, lens = rows[step.sampled], lens[step.sampled]
-        return SimStep(self, rows, lens, self._number[rows], shape, start_s, end_s)
+        if step.sampled is None:
+            rows = step.rows
+            return SimStep(self, rows, step.seq_lens, self._number[rows], shape, start_s, end_s)
+        choices = step.choices()
+        drafted = choices if step.verifies_drafts else None
+        return SimStep(self, choices.rows, choices.lens, self._number[choices.rows], shape, start_s, end_s, drafted)
 
     def _times(self, step: StepInputs, shape: StepShape) -> tuple[float, float]:
         """When the device begins and ends a step that is launched now. The host's part passes at once."""
@@ -151,6 +154,8 @@ class SimDevice:
         last_lens = self._last_len[rows]
         # With overlap, a row may have a new owner, or its request may have ended with the step before.
         counts = (self._number[rows] == step.numbers) & (lens <= last_lens)
+        if step.drafted is not None:  # the tokens of a request come at the same time
+            counts &= np.isin(np.arange(len(rows)), step.drafted.starts)
         counted = rows[counts]
         gaps = self._clock.now_s - self._last_token_s[counted]
         self._watcher.on_token_gaps(gaps[~np.isnan(gaps)])
@@ -159,7 +164,10 @@ class SimDevice:
         if self._has_recorded_ids:
             self._play(step, tokens)
         tokens[lens == last_lens] = eos_id(self._vocab_size)
-        return StepOutput(tokens.astype(np.int32))
+        if step.drafted is None:
+            return StepOutput(tokens.astype(np.int32))
+        verified = verify(tokens.astype(np.int32), step.drafted)
+        return StepOutput(verified.tokens, verified.num_tokens)
 
     def _start_row(self, row: int, number: int, num_prompt_tokens: int) -> None:
         before = self._requests.get(int(self._number[row]))
@@ -195,7 +203,7 @@ class SimDevice:
 
 
 def shape_of(step: StepInputs) -> StepShape:
-    """The shape of a step without drafts."""
+    """The shape of a step."""
     num_decodes = 0 if step.input_ids is None else int(np.count_nonzero(step.input_ids == FROM_DEVICE))
     return StepShape.of(step, num_decodes)
 
@@ -206,13 +214,16 @@ class SimStep:
 
     device: SimDevice
     rows: Int32Array
-    """[R], the sampled rows."""
+    """[N], the row of each choice."""
     seq_lens: Int32Array
+    """[N], the length of the request before each."""
     numbers: np.ndarray
-    """[R], the owners of the rows at the launch."""
+    """[N], the owners of the rows at the launch."""
     shape: StepShape
     start_s: float
     end_s: float
+    drafted: Choices | None = None
+    """The choices of a step with drafts."""
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """Tokens are chosen in `wait`. Requests of a simulation have no grammars."""

@@ -20,7 +20,7 @@ from ..device.device_buffers import TokenCopy
 from ..forward_batch import ForwardBatch
 from ..layers.output_head import GreedyHead
 from ..models.family import Model
-from ..step import FROM_DEVICE, ForwardMode, StepInputs
+from ..step import FROM_DEVICE, Choices, ForwardMode, StepInputs
 from .recorded_steps import StepHead
 from .slot_table import SlotTable
 
@@ -82,42 +82,41 @@ class CpuGraphRunner:
 
     def can_run(self, step: StepInputs) -> bool:
         """Steps that return only tokens can be run, up to the recorded sizes."""
-        return step.num_tokens <= self.max_tokens and len(step.rows) <= self.max_rows and not step.has_extras
+        num_rows = max(len(step.rows), step.num_choices)
+        return step.num_tokens <= self.max_tokens and num_rows <= self.max_rows and not step.has_extras
 
-    def run(self, step: StepInputs) -> StepHead:
+    def run(self, step: StepInputs, choices: Choices | None) -> StepHead:
         """Run a step up to its hidden states."""
-        is_decode = step.mode is ForwardMode.DECODE
-        longest, num_sampled = self._set_decode(step) if is_decode else self._set_extend(step)
+        longest, num_choices = self._set_decode(step) if choices is None else self._set_extend(step, choices)
         self._rotary.cover(longest)
-        self._graph.run(step.num_tokens, len(step.rows), num_sampled)
-        rows = self._sampled_rows[:num_sampled]
-        return StepHead(rows, lambda: self._end_in_logits(num_sampled), lambda: self._end_greedy(num_sampled))
+        self._graph.run(step.num_tokens, len(step.rows), num_choices)
+        rows = self._sampled_rows[:num_choices]
+        return StepHead(rows, lambda: self._end_in_logits(num_choices), lambda: self._end_greedy(num_choices))
 
     def _set_decode(self, step: StepInputs) -> tuple[int, int]:
-        """Set the inputs of a decode step. Returns its largest length and its number of sampled rows."""
+        """Set the inputs of a decode step. Returns its largest length and the number of tokens to choose."""
         arrays = map(torch.from_numpy, (step.rows, step.seq_lens, step.out_cache_loc))
         kept = self._newest_tokens, self._table, self._of_tokens, self._of_requests, self._starts
         return torch.ops.tercet_cpu.set_decode_inputs(*arrays, *kept), len(step.rows)
 
-    def _set_extend(self, step: StepInputs) -> tuple[int, int]:
+    def _set_extend(self, step: StepInputs, choices: Choices) -> tuple[int, int]:
         """Set the inputs of an extend step. Returns as `_set_decode` does."""
-        assert step.extend_lens is not None and step.input_ids is not None and step.sampled is not None
+        assert step.extend_lens is not None and step.input_ids is not None
         num_requests, starts, positions = len(step.rows), step.starts, step.positions
         token_rows = np.repeat(step.rows, step.extend_lens)
-        selected = (starts[1:] - 1)[step.sampled]
         self._table.numpy()[token_rows, positions] = step.out_cache_loc
         ids = np.where(step.input_ids == FROM_DEVICE, self._newest_tokens.numpy()[token_rows], step.input_ids)
         self._of_tokens.numpy()[:, : len(ids)] = ids, step.out_cache_loc, positions
         of_requests = self._of_requests.numpy()
         of_requests[:2, :num_requests] = step.rows, step.seq_lens
-        of_requests[2:, : len(selected)] = selected, step.rows[step.sampled]
+        of_requests[2:, : len(choices.at)] = choices.at, choices.rows
         self._starts.numpy()[: num_requests + 1] = starts
-        return int(step.seq_lens.max()), len(selected)
+        return int(step.seq_lens.max()), len(choices.at)
 
-    def _end_in_logits(self, num_sampled: int) -> torch.Tensor:
+    def _end_in_logits(self, num_choices: int) -> torch.Tensor:
         self._graph.run_ending(_LOGITS)
-        return self._logits[:num_sampled]
+        return self._logits[:num_choices]
 
-    def _end_greedy(self, num_sampled: int) -> TokenCopy:
+    def _end_greedy(self, num_choices: int) -> TokenCopy:
         self._graph.run_ending(_GREEDY)
-        return TokenCopy(self._tokens[:num_sampled].astype(np.int32))
+        return TokenCopy(self._tokens[:num_choices].astype(np.int32))

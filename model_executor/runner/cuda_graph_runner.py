@@ -24,7 +24,7 @@ import torch
 from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator, Graph
 from ..device.device_buffers import Uploads
-from ..step import ForwardMode, Int32Array, StepInputs
+from ..step import Choices, ForwardMode, Int32Array, StepInputs
 from .recorded_steps import DecodeInputs, StepHead
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class CudaGraphRunner:
         """Decode steps can be run, up to the largest batch size."""
         return step.mode is ForwardMode.DECODE and len(step.rows) <= self.max_rows
 
-    def run(self, step: StepInputs) -> StepHead:
+    def run(self, step: StepInputs, choices: Choices | None = None) -> StepHead:
         """Queue a decode step, padded to the smallest batch size that holds it."""
         count = len(step.rows)
         size = next(size for size in self._sizes if size >= count)

@@ -185,7 +185,7 @@ class _RunnerBuilder:
         `memory`: the memory without the weights.
         """
         settings, config = self.settings, self.config
-        num_rows = settings.max_running_requests
+        num_rows = settings.max_choices
         compiled = self._layers(settings, settings.attention_backend).compiled
         step_bytes = partial(
             activation_bytes,
@@ -196,7 +196,7 @@ class _RunnerBuilder:
             widened=settings.widens_activations,
         )
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
-        reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
+        reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes(num_rows)
         reserve += block_bytes(config.vocab_size, compiled=cpu_extension.load() is not None)
         if compiled and settings.record_steps:
             # A recorded step keeps its tensors, and shares memory only among tensors of equal size. Those of sampled

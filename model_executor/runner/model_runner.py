@@ -18,10 +18,11 @@ from ..forward_batch import ForwardBatch
 from ..layers.output_head import GreedyHead
 from ..layers.residual import Stream
 from ..models.family import Model
+from ..sampling.draft_verification import Verified, verify
 from ..sampling.newest_tokens import NewestTokens
 from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
-from ..step import FROM_DEVICE, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
+from ..step import FROM_DEVICE, Choices, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
 from .hidden_states import ArrivingStates, fetch_hidden
 from .hidden_sums import ArrivingSums, sum_hidden
 from .host_kv import CopiesUnderWay, HostKV
@@ -126,18 +127,18 @@ class ModelRunner:
         for new_row in step.new_rows:
             self.sampler.set_row(new_row)
             self._logprobs.set_row(new_row)
-        extras = NO_EXTRAS
+        extras, choices = NO_EXTRAS, None if step.mode is ForwardMode.DECODE else step.choices()
         if self._recorded is not None and self._recorded.can_run(step):
             self._update_table(step)
-            head = self._recorded.run(step)
-        elif step.mode is ForwardMode.DECODE:
+            head = self._recorded.run(step, choices)
+        elif choices is None:
             self._update_table(step)
             head = self._launch_decode(step)
         else:
-            head, extras = self._launch_extend(step)
-        if step.sampled is None:
+            head, extras = self._launch_extend(step, choices)
+        if choices is None:
             return RunningStep(self, head, step.rows, step.seq_lens)
-        return RunningStep(self, head, step.rows[step.sampled], step.seq_lens[step.sampled], extras)
+        return RunningStep(self, head, choices.rows, choices.lens, extras, choices if step.verifies_drafts else None)
 
     @in_inference_mode
     def choose(
@@ -147,12 +148,12 @@ class ModelRunner:
         lens: Int32Array,
         masks: TokenMasks | None = None,
     ) -> tuple[TokenCopy, SampledLogprobs | None]:
-        """Queue the choice of the next token of each row, and the copy of the tokens to the host.
+        """Queue N choices of tokens, and the copy of the tokens to the host.
 
         Also queues the log probabilities of the rows that want them.
 
-        The next step reads the tokens from `future_tokens`. `rows`: int32 [R], the rows on the host. `lens`: int32 [R],
-        length of each request before the new token. `masks`: the tokens that grammars allow; masked logits may be
+        The next step reads the tokens from `future_tokens`. `rows`: int32 [N], the row of each on the host. `lens`:
+        int32 [N], length of the request before it. `masks`: the tokens that grammars allow; masked logits may be
         changed.
         """
         if head.greedy is not None and masks is None and self._needs_no_logits(rows, lens):
@@ -163,6 +164,15 @@ class ModelRunner:
         newest = NewestTokens(self.future_tokens, head.rows)
         tokens = self.sampler.sample(masked, rows, lens, masks, newest)
         return self._downloads.fetch(tokens), self._logprobs.of_tokens(logits, tokens, rows)
+
+    @in_inference_mode
+    def verify(self, tokens: TokenCopy, choices: Choices) -> Verified:
+        """Find the accepted tokens of a step with drafts, and correct `future_tokens`. Only on a CPU: on a GPU, the
+        host would wait for the tokens."""
+        assert not self.is_asynchronous
+        verified = verify(tokens.wait(), choices)
+        self.future_tokens.numpy()[choices.rows[choices.starts]] = verified.newest()
+        return verified
 
     def _needs_no_logits(self, rows: Int32Array, lens: Int32Array) -> bool:
         """Whether the most probable token of each row is all that a step without masks needs."""
@@ -234,21 +244,20 @@ class ModelRunner:
         logits = head(stream)  # now: a GPU computes them while the host waits for masks
         return StepHead(rows, lambda: logits)
 
-    def _launch_extend(self, step: StepInputs) -> tuple[StepHead, StepExtras]:
+    def _launch_extend(self, step: StepInputs, choices: Choices) -> tuple[StepHead, StepExtras]:
         """Queue an EXTEND step that is not recorded. Returns also what is wanted besides the next tokens."""
-        extend_lens, input_ids, sampled = step.extend_lens, step.input_ids, step.sampled
-        assert extend_lens is not None and input_ids is not None and sampled is not None
+        extend_lens, input_ids = step.extend_lens, step.input_ids
+        assert extend_lens is not None and input_ids is not None
         prefix_lens_host = step.seq_lens - extend_lens
         start_loc_host, positions_host = step.starts, step.positions
         unknown = np.flatnonzero(input_ids == FROM_DEVICE)
-        last_host = (start_loc_host[1:] - 1)[sampled]
         scored = [np.arange(len(score.targets), dtype=np.int64) + score.start for score in step.prompt_scores]
         pooled = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_sums]
         shown = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_states]
-        wanted_host, ranks_host = last_host, last_host
+        wanted_host, ranks_host = choices.at, choices.at
         if step.has_extras:
             # A token may be wanted for several reasons. The last layer computes it once.
-            every = np.concatenate((last_host, *scored, *pooled, *shown))
+            every = np.concatenate((choices.at, *scored, *pooled, *shown))
             wanted_host, ranks_host = np.unique(every, return_inverse=True)
         sent = self._uploads.send(
             *self.table.changes(step, positions_host),
@@ -262,7 +271,7 @@ class ModelRunner:
             start_loc_host,
             _int64(prefix_lens_host),
             wanted_host,
-            _int64(step.rows[sampled]),
+            _int64(choices.rows),
         )
         places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, wanted, chosen = (
             sent
@@ -286,7 +295,7 @@ class ModelRunner:
         )
         if not step.has_extras:
             return self._step_head(self._stream(batch), chosen), NO_EXTRAS
-        lens = [len(last_host), *(sum(map(len, places)) for places in (scored, pooled, shown))]
+        lens = [len(choices.at), *(sum(map(len, places)) for places in (scored, pooled, shown))]
         (ranks,) = self._uploads.send(ranks_host)
         of_each = self.model.head.normalise(self._stream(batch)).index_select(0, ranks)
         hidden, of_scored, of_pooled, of_shown = of_each.split(lens)
@@ -320,7 +329,9 @@ class RunningStep:
         rows: Int32Array,
         seq_lens: Int32Array,
         extras: StepExtras = NO_EXTRAS,
+        drafted: Choices | None = None,
     ) -> None:
+        """`rows`, `seq_lens`: of the choices. `drafted`: the choices of a step with drafts."""
         self._runner = runner
         self._forward: tuple[StepHead, Int32Array, Int32Array] | None = None
         if len(rows):
@@ -328,23 +339,36 @@ class RunningStep:
         self._tokens: TokenCopy | None = None
         self._logprobs: SampledLogprobs | None = None
         self._extras = extras
+        self._drafted = drafted
+        self._verified: Verified | None = None
         self.copies: CopiesUnderWay | None = None
 
     def sample(self, masks: TokenMasks | None = None) -> None:
-        if self._forward is not None:
-            self._tokens, self._logprobs = self._runner.choose(*self._forward, masks)
-            self._forward = None  # the logits' memory is free for the next step
+        if self._forward is None:
+            return
+        if self._drafted is not None and masks is not None:  # its lines are sampled rows, and a masked one has no draft
+            masks = TokenMasks(self._drafted.starts[masks.lines].astype(np.int32), masks.bits)
+        self._tokens, self._logprobs = self._runner.choose(*self._forward, masks)
+        self._forward = None  # the logits' memory is free for the next step
+        if self._drafted is not None:
+            self._verified = self._runner.verify(self._tokens, self._drafted)
 
     def wait(self) -> StepOutput:
         if self.copies is not None:
             self.copies.wait()
         tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.wait()
+        verified = self._verified
+        num_tokens = None if verified is None else verified.num_tokens
+        if verified is not None:
+            tokens = verified.tokens
         if self._logprobs is None and self._extras is NO_EXTRAS:
-            return StepOutput(tokens)
+            return StepOutput(tokens, num_tokens)
         prompts, sums, states = self._extras
+        logprobs = {} if self._logprobs is None else self._logprobs.wait()
         return StepOutput(
             tokens,
-            logprobs={} if self._logprobs is None else self._logprobs.wait(),
+            num_tokens,
+            logprobs=logprobs if verified is None else verified.merge(logprobs),
             prompt_logprobs=[] if prompts is None else prompts.wait(),
             hidden_sums=[] if sums is None else sums.wait(),
             hidden_states=[] if states is None else states.wait(),

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..device.device_buffers import TokenCopy
-from ..step import StepInputs
+from ..step import Choices, StepInputs
 
 
 class DecodeInputs(NamedTuple):
@@ -20,15 +20,15 @@ class DecodeInputs(NamedTuple):
 
 
 class StepHead(NamedTuple):
-    """The output head of a step, for its R sampled rows. The caller takes either the logits or the greedy tokens.
+    """The output head of a step, for its N choices. The caller takes either the logits or the greedy tokens.
 
     All tensors are on the device. Those of a recorded step are overwritten by the next one.
     """
 
     rows: torch.Tensor
-    """int64 [R]"""
+    """int64 [N], row of each; with drafts, a row more than once"""
     logits: Callable[[], torch.Tensor]
-    """gives the logits, float32 [R, vocab]"""
+    """gives the logits, float32 [N, vocab]"""
     greedy: Callable[[], TokenCopy] | None = None
     """gives the first most probable token of each row, without logits: -1 if they have a NaN or are all -inf. It also
     stores them as the rows' newest tokens. None: not possible"""
@@ -43,5 +43,6 @@ class RecordedSteps(Protocol):
     def can_run(self, step: StepInputs) -> bool:
         """Whether the step is of a recorded kind and size."""
 
-    def run(self, step: StepInputs) -> StepHead:
-        """Queue a step that `can_run` accepts. The caller has applied its `table_updates`."""
+    def run(self, step: StepInputs, choices: Choices | None) -> StepHead:
+        """Queue a step that `can_run` accepts. `choices`: those of an EXTEND step. The caller has applied the step's
+        `table_updates`."""

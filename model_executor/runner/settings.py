@@ -12,6 +12,7 @@ import torch
 from ...srt import env
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
+from ...srt.settings.scheduler import MAX_VERIFIED_TOKENS
 from .. import cpu_extension
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..cpu_calibration import ChosenTuning, resolve_tuning
@@ -98,8 +99,10 @@ class RunnerSettings:
     """tokens of the KV pool; None: computed from the memory"""
     record_steps: bool
     """whether steps are recorded as graphs: decode steps, and on a CPU extend steps of few tokens, too"""
+    max_choices: int
+    """most tokens that a step chooses: one for each request, or several in a decode step with drafts"""
     max_recorded_rows: int
-    """most requests of a recorded step"""
+    """most requests, and most chosen tokens, of a recorded step"""
     max_recorded_tokens: int
     """most new tokens of a recorded step on a CPU"""
     fuse_small_steps: bool
@@ -149,7 +152,16 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
-    max_recorded_rows = min(server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
+    max_choices = server_args.max_running_requests
+    max_recorded_rows = min(max_choices, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
+    if server_args.speculative_algorithm is not None:
+        if not on_cpu:
+            raise ValueError(
+                f"--speculative-algorithm {server_args.speculative_algorithm} needs --device cpu, got {device.type}: "
+                "GPUs have no recorded steps with drafts"
+            )
+        max_choices = max(max_choices, MAX_VERIFIED_TOKENS)
+        max_recorded_rows = max(max_recorded_rows, MAX_VERIFIED_TOKENS)
     kv_dtype = resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend)
     if kv_dtype == torch.float8_e4m3fn and dtype == torch.float32 and device.type == "cuda":
         raise ValueError(
@@ -184,6 +196,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         mem_fraction_static=server_args.mem_fraction_static,
         max_total_tokens=server_args.max_total_tokens,
         record_steps=not server_args.disable_cuda_graph,
+        max_choices=max_choices,
         max_recorded_rows=max_recorded_rows,
         max_recorded_tokens=max(max_recorded_rows, _RECORDED_TOKENS),
         fuse_small_steps=server_args.fuse_small_steps,

@@ -84,10 +84,9 @@ class Sampler:
         """
         return self._num_rows * self._vocab_size * 4 * 4
 
-    @property
-    def max_choice_bytes(self) -> int:
-        """The memory in bytes that the choice of tokens takes on a CPU."""
-        return self._sampling.max_bytes(self._num_rows)
+    def max_choice_bytes(self, num_choices: int) -> int:
+        """The memory in bytes that `num_choices` choices of tokens take on a CPU."""
+        return self._sampling.max_bytes(num_choices)
 
     @property
     def masks_in_place(self) -> bool:
@@ -121,7 +120,7 @@ class Sampler:
 
         Args:
             logits: [n, vocab], any float type; not changed, except by `masks` (see `masks_in_place`)
-            rows: int32 [n], the row of each line of logits
+            rows: int32 [n], the row of each line of logits. With drafts, a row has several lines, and no penalties
             seq_lens: int32 [n], length of the request before the new token
             masks: the tokens that grammars allow. They are applied after all other edits
             newest: where the tokens are stored besides

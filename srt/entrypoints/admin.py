@@ -212,7 +212,7 @@ def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
         "kv_bytes": facts.kv_bytes,
         "graph_bytes": facts.graph_bytes,
         "effective_max_running_requests_per_dp": facts.max_running_requests,
-        "avg_spec_accept_length": None,
+        "avg_spec_accept_length": None if state.speculation is None else state.speculation.accept_length,
     }
 
 

@@ -18,6 +18,7 @@ from ...managers.calls import KnownState
 from ...managers.recovery import Recovery
 from ...managers.request_metrics import Histogram, RequestMetrics, TenantCounts
 from ...managers.tokenizer_manager import TokenizerManager
+from ..speculation_state import SpeculationState
 from ..tier_state import FileTierState, TierState
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -108,6 +109,18 @@ class MetricsPage(Collector):
         yield self._counter("kv_repairs", "Errors found in the KV accounting", state.num_kv_repairs, prefix="tercet")
         if state.tiers is not None:
             yield from self._of_tiers(state.tiers)
+        if state.speculation is not None:
+            yield from self._of_speculation(state.speculation)
+
+    def _of_speculation(self, drafts: SpeculationState) -> Iterator[Metric]:
+        yield self._gauge(
+            "spec_accept_length", "Tokens of a request in a step that verifies drafts of it", drafts.accept_length
+        )
+        yield self._gauge("spec_accept_rate", "Share of drafts that were accepted", drafts.accept_rate)
+        yield self._counter("draft_tokens", "Drafts that were verified", drafts.num_drafts, prefix="tercet")
+        yield self._counter(
+            "accepted_draft_tokens", "Drafts that were accepted", drafts.num_accepted_drafts, prefix="tercet"
+        )
 
     def _of_tiers(self, tiers: TierState) -> Iterator[Metric]:
         yield self._gauge("hicache_host_used_tokens", "Tokens that host memory holds", tiers.host_used_tokens)

@@ -12,6 +12,7 @@ from ..origins import parse_origins
 from ..plain_values import is_utf8
 from ..tenant_weights import parse_weights
 from .failures import HEARTBEAT_S, MIN_WATCHDOG_S
+from .scheduler import MAX_VERIFIED_TOKENS
 from .setting import flag_name
 
 if TYPE_CHECKING:
@@ -150,6 +151,14 @@ def _check_scheduler(args: ServerArgs) -> None:
     bound = args.max_itl_ms
     if bound not in ("auto", "none") and not (isinstance(bound, int | float) and 0 < bound < math.inf):
         raise ValueError(f"--max-itl-ms must be a positive number of milliseconds, auto or none, got {bound}")
+    if not 1 <= args.speculative_num_draft_tokens < MAX_VERIFIED_TOKENS:
+        raise ValueError(
+            f"--speculative-num-draft-tokens must be in [1, {MAX_VERIFIED_TOKENS - 1}], "
+            f"got {args.speculative_num_draft_tokens}"
+        )
+    name = "speculative_num_draft_tokens"
+    if args.speculative_algorithm is None and getattr(args, name) != getattr(type(args), name):
+        raise ValueError(f"{flag_name(name)} needs --speculative-algorithm NGRAM")
     for name in ("waiting_timeout", "running_timeout"):
         value = getattr(args, name)
         if value is not None and not value > 0:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kv_makers import admit, extend, i32, make_kv, make_req
 from scheduler_rig import Rig
 
-from fakes import FakeClock, expected_output
+from fakes import FakeClock, expected_output, for_each
 from tercet.managers.planner import PlanLimits, Planner
 from tercet.managers.req import Req
 from tercet.managers.request_queues import RequestQueues
@@ -26,12 +26,11 @@ PAGES = pytest.mark.parametrize("page_size", [1, 16])
 
 def right_drafts(num_drafts: int):
     """A proposer that is always right, for a scheduler without overlap."""
+    return for_each(lambda req, limit: right_draft(req, min(num_drafts, limit)))
 
-    def propose(req: Req, limit: int) -> list[int]:
-        known = req.token_ids().tolist()
-        return expected_output(known, req.sampling.sampling_seed, min(num_drafts, limit), 97)
 
-    return propose
+def right_draft(req: Req, length: int) -> list[int]:
+    return expected_output(req.token_ids().tolist(), req.sampling.sampling_seed, length, 97)
 
 
 # Plans
@@ -57,7 +56,9 @@ def test_no_step_computes_positions_after_the_last_token() -> None:
 
 
 def test_a_request_without_drafts_decodes_beside_one_that_has_some() -> None:
-    rig = Rig(overlap=False, propose=lambda req, limit: right_drafts(3)(req, limit) if req.rid == "fast" else [])
+    rig = Rig(
+        overlap=False, propose=for_each(lambda req, limit: right_draft(req, min(3, limit)) if req.rid == "fast" else [])
+    )
     for rid in ("fast", "slow"):
         rig.add(rid, [ord(rid[0]) % 90] * 5, max_new_tokens=9)
     rig.run()
@@ -69,7 +70,7 @@ def test_a_request_without_drafts_decodes_beside_one_that_has_some() -> None:
 
 
 def test_with_overlap_a_request_waits_until_its_drafts_are_verified() -> None:
-    rig = Rig(propose=lambda req, limit: [0] * min(2, limit))
+    rig = Rig(propose=for_each(lambda req, limit: [0] * min(2, limit)))
     rig.add("r", [1, 2, 3], max_new_tokens=6)
     seen = []
     for _ in range(20):
@@ -84,7 +85,7 @@ def test_drafts_retract_nobody(pool_size: int, num_tokens: int) -> None:
     """Two requests have 10 tokens each in the pool. Their drafts need 8 more, and their newest tokens need 2."""
     kv, queues = make_kv(1, pool_size, radix=False), RequestQueues()
     limits = PlanLimits(max_prefill_tokens=64, chunked_prefill_size=64)
-    planner = Planner(limits, kv, queues, lambda req, limit: [0] * min(4, limit), clock=FakeClock())
+    planner = Planner(limits, kv, queues, for_each(lambda req, limit: [0] * min(4, limit)), clock=FakeClock())
     for arrival in range(2):
         req = make_req(range(11), arrival, max_new_tokens=10)
         queues.add(req)
@@ -119,7 +120,7 @@ def test_a_step_names_the_newest_token_and_the_drafts_of_each_request() -> None:
     assert batch.inputs.input_ids.tolist() == [FROM_DEVICE, 7, 8, FROM_DEVICE]
     assert batch.inputs.extend_lens.tolist() == [3, 1]
     assert batch.inputs.seq_lens.tolist() == [req.kv_len for req in reqs] == [12, 6]
-    assert (batch.sampled, batch.num_drafts, batch.num_prompt_tokens) == (reqs, [2, 0], 0)
+    assert (batch.sampled, batch.inputs.verifies_drafts, batch.num_prompt_tokens) == (reqs, True, 0)
 
 
 # KV of rejected drafts
@@ -179,7 +180,7 @@ def test_the_books_add_up_after_any_growth_and_truncation(page_size: int, moves:
 
 def test_wrong_drafts_leave_nothing_in_the_cache() -> None:
     """The next request begins with them: it must not find their KV, which was computed for another continuation."""
-    rig = Rig(overlap=False, propose=lambda req, limit: [96] * min(4, limit))
+    rig = Rig(overlap=False, propose=for_each(lambda req, limit: [96] * min(4, limit)))
     rig.add("r", [1, 2, 3], max_new_tokens=3)
     rig.run()
     first, second, _ = expected_output([1, 2, 3], 1, 3, 97)
@@ -191,7 +192,7 @@ def test_wrong_drafts_leave_nothing_in_the_cache() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_that_is_aborted_with_drafts_in_flight_gives_back_their_kv(overlap: bool) -> None:
-    rig = Rig(overlap=overlap, propose=lambda req, limit: [96] * min(4, limit))
+    rig = Rig(overlap=overlap, propose=for_each(lambda req, limit: [96] * min(4, limit)))
     rig.add("r", [1, 2, 3], max_new_tokens=30)
     for _ in range(2):
         rig.turn()

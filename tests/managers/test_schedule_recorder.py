@@ -154,6 +154,17 @@ def test_other_times_give_other_decisions(tmp_path: Path) -> None:
     assert found.difference is not None and found.num_equal > 0
 
 
+def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts come from the tokens of a request, so a replay proposes the same ones and accepts the same ones."""
+    monkeypatch.setattr("fakes.next_token", lambda ids, seed, vocab_size, weights=0: (int(ids[-1]) * 5 + 1) % 8)
+    recorded = Recorded(tmp_path / "record", 1, speculative_algorithm="NGRAM")
+    recorded.run(workload(5), num_turns=400)
+    found = recorded.scheduler.state().speculation
+    assert found is not None and found.num_drafts > found.num_verifications > 20 and found.num_accepted_drafts > 0
+    comparison = compare(Replay(Recording(tmp_path / "record")))
+    assert comparison.difference is None and comparison.num_equal == len(recorded.runner.steps)
+
+
 @pytest.mark.parametrize(("recorded", "meaning"), [(None, "none"), (0.0, "auto"), (50.0, 50.0)])
 def test_a_bound_of_an_older_recording_keeps_its_meaning(
     tmp_path: Path, recorded: float | None, meaning: float | str

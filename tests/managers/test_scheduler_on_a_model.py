@@ -14,13 +14,16 @@ from fake_accelerator import FakeAccelerator, use_fake
 from runners import make_runner
 from scheduler_rig import Rig
 
+from tercet.managers.ngram_proposer import NgramProposer
 from tercet.model_executor import cpu_extension
 from tercet.srt.io_struct import AbortFinish, LengthFinish
+from tercet.srt.logprobs import LogprobOptions, Logprobs
 from tercet.srt.model_files.model_config import ModelConfig
 
 NUM_SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "24"))
 VOCAB_SIZE, CONTEXT_LEN, MOST_SLOTS = 41, 128, 320
 EOS_IDS = frozenset({7})
+LOGPROBS = LogprobOptions(top_logprobs_num=2)
 TOY = ModelConfig(
     architecture="LlamaForCausalLM",
     hidden_size=16,
@@ -46,12 +49,14 @@ SAMPLING = (
 class Runners:
     """Runners by their number of rows: the same weights, and any pool of slots fits."""
 
-    def __init__(self, monkeypatch, backend="torch"):
+    def __init__(self, monkeypatch, backend="torch", **settings):
+        """`settings`: more fields of ServerArgs."""
         if backend == "torch":
             # Sums of another order differ by 1e-16: no draw and no best token will ever depend on that.
             monkeypatch.setattr("tercet.model_executor.runner.settings.resolve_dtype", lambda *_: torch.float64)
         monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.5)
         self.backend = backend
+        self._settings = settings
         self._made = {}
 
     def __call__(self, num_rows):
@@ -62,6 +67,7 @@ class Runners:
                 max_total_tokens=MOST_SLOTS,
                 dtype="float32",
                 attention_backend=self.backend,
+                **self._settings,
             )
         return self._made[num_rows]
 
@@ -117,11 +123,12 @@ def draw_schedule(seed):
     return options, requests
 
 
-def play(runners, options, requests, overlap):
-    """(heard by request, retractions)"""
+def play(runners, options, requests, overlap, propose=None):
+    """(heard by request, state of the scheduler at the end)"""
 
     rig = Rig(
         overlap=overlap,
+        propose=propose,
         eos_ids=EOS_IDS,
         vocab_size=VOCAB_SIZE,
         context_len=CONTEXT_LEN,
@@ -132,7 +139,7 @@ def play(runners, options, requests, overlap):
     while rig.is_busy or turn < 30:
         for rid, prompt, sampling, arrives, abort_at in requests:
             if arrives == turn:
-                rig.add(rid, prompt, **sampling)
+                rig.add(rid, prompt, logprobs=LOGPROBS if "logprobs" in rid else None, **sampling)
             if abort_at == turn:
                 rig.abort(rid)
         rig.turn()
@@ -141,7 +148,7 @@ def play(runners, options, requests, overlap):
     rig.kv.audit([])
     state = rig.scheduler.state()
     assert state.num_kv_repairs == 0
-    return rig.heard, state.num_retractions
+    return rig.heard, state
 
 
 def same_streams(one, other, requests):
@@ -162,13 +169,13 @@ def test_both_loops_stream_the_same_tokens(runners):
     seen = {"retractions": 0, "aborts": 0, "tokens": 0, "stops": 0}
     for seed in range(NUM_SCHEDULES):
         options, requests = draw_schedule(seed)
-        normal, retractions = play(runners, options, requests, overlap=False)
-        overlapped, more_retractions = play(runners, options, requests, overlap=True)
+        normal, state = play(runners, options, requests, overlap=False)
+        overlapped, other_state = play(runners, options, requests, overlap=True)
         try:
             same_streams(normal, overlapped, requests)
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}") from error
-        seen["retractions"] += retractions + more_retractions
+        seen["retractions"] += state.num_retractions + other_state.num_retractions
         seen["aborts"] += sum(isinstance(heard.finish, AbortFinish) for heard in normal.values())
         seen["stops"] += sum(not isinstance(h.finish, AbortFinish | LengthFinish) for h in normal.values())
         seen["tokens"] += sum(len(heard.ids) for heard in normal.values())
@@ -176,6 +183,57 @@ def test_both_loops_stream_the_same_tokens(runners):
     # other ones.
     assert min(count for what, count in seen.items() if what != "retractions" or runners.backend == "torch") > 0, seen
     assert seen["tokens"] > 50 * NUM_SCHEDULES, seen
+
+
+class Oracle:
+    """A proposer that knows what each request will return. Some of its drafts are wrong."""
+
+    def __init__(self, heard, seed):
+        self._heard = heard
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, reqs, limits):
+        return [self._of(req, limit) for req, limit in zip(reqs, limits, strict=True)]
+
+    def _of(self, req, limit):
+        start = len(req.output_ids)
+        ids = self._heard[req.rid].ids[start : start + min(limit, int(self._rng.integers(6)))]
+        return [(id + 1) % VOCAB_SIZE if self._rng.random() < 0.15 else id for id in ids]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_drafts_change_no_token(runners, recorded, monkeypatch):
+    """Greedy and drawn tokens, and their log probabilities. The runner of these settings records steps with drafts."""
+    seen = dict.fromkeys(("verifications", "drafts", "accepted"), 0)
+    drafting = Runners(monkeypatch, runners.backend, speculative_algorithm="NGRAM") if recorded else runners
+    for seed in range(NUM_SCHEDULES // 2):
+        options, requests = draw_schedule(2_000_000 + seed)
+        requests = [
+            (f"{rid} logprobs" if index % 3 == 0 else rid, *rest) for index, (rid, *rest) in enumerate(requests)
+        ]
+        plain, _ = play(runners, options, requests, overlap=False)
+        ngrams, oracle = NgramProposer(max_drafts=5, max_tokens=16), Oracle(plain, seed)
+        for propose in (ngrams, oracle):
+            drafted, state = play(drafting, options, requests, overlap=False, propose=propose)
+            try:
+                same_streams(plain, drafted, requests)
+                same_logprobs(plain, drafted)
+            except AssertionError as error:
+                raise AssertionError(f"schedule {seed}, {propose}") from error
+            seen["verifications"] += state.speculation.num_verifications
+            seen["drafts"] += state.speculation.num_drafts
+            seen["accepted"] += state.speculation.num_accepted_drafts
+    assert seen["drafts"] > seen["verifications"] > 5 * NUM_SCHEDULES, seen
+    assert 0.3 * seen["drafts"] < seen["accepted"] < 0.95 * seen["drafts"], seen
+
+
+def same_logprobs(one, other):
+    for rid in one:
+        first, second = (Logprobs.concat([part.output for part in side[rid].logprobs]) for side in (one, other))
+        num = min(len(first), len(second))  # one of them may be aborted earlier
+        for name, width in (("own", 1), ("top", 2)) if num else ():
+            values = [np.frombuffer(getattr(part, name), np.float32)[: num * width] for part in (first, second)]
+            np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
 
 
 def test_graphs_stream_the_same_tokens(runners_with_graphs, monkeypatch):

@@ -29,6 +29,15 @@ from tercet.srt.server_args import ServerArgs
         ({"weight_version": "a\udcff"}, "--weight-version must be valid UTF-8 without NUL characters"),
         ({"api_key": ["a", "b\udcff"]}, "--api-key must be valid UTF-8 without NUL characters"),
         ({"record_schedule": "a\0b"}, "--record-schedule must be valid UTF-8 without NUL characters"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm must be NGRAM or null, got 'EAGLE'"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16},
+            "--speculative-num-draft-tokens must be in [1, 15], got 16",
+        ),
+        (
+            {"speculative_num_draft_tokens": 4},
+            "--speculative-num-draft-tokens needs --speculative-algorithm NGRAM",
+        ),
         ({"prot": 30000}, "unknown setting prot; did you mean port?"),
         ({"zzz": 1}, "unknown setting zzz; docs/server_args.md lists all"),
         ({"kv_events_config": '{"publisher": "kafka"}'}, '"publisher" is "zmq" or "null"'),

@@ -62,9 +62,9 @@ class CountedSteps:
     def can_run(self, step):
         return self._recorded.can_run(step)
 
-    def run(self, step):
+    def run(self, step, choices):
         self.ran.append((step.mode, step.num_tokens))
-        return self._recorded.run(step)
+        return self._recorded.run(step, choices)
 
 
 def counted_driver(**options):
@@ -111,6 +111,18 @@ def test_steps_of_few_tokens_and_requests_are_recorded():
     driver.decode([1, 2, 3, 4])
     extend, decode = ForwardMode.EXTEND, ForwardMode.DECODE
     assert counted.ran == [(extend, 256), (extend, 17), (extend, 5), (decode, 3)]
+
+
+def test_steps_with_drafts_are_recorded_also_for_one_request():
+    runner = make_cpu_runner(max_running_requests=1, speculative_algorithm="NGRAM")
+    assert runner.settings.max_choices == 16
+    driver, counted = RunnerDriver(runner), CountedSteps(runner._recorded)
+    runner.record_steps(counted)
+    driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])
+    for num_drafts in (3, 15, 16):
+        driver.extend({1: [FROM_DEVICE] + [9] * num_drafts}, verifies_drafts=True)
+        assert len(driver.logits[-1]) == num_drafts + 1
+    assert [tokens for _, tokens in counted.ran] == [3, 4, 16]
 
 
 def test_a_step_that_returns_more_than_tokens_is_launched():

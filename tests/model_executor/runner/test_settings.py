@@ -111,6 +111,15 @@ def test_fused_small_steps_need_triton_and_a_type_with_a_wide_range(settings: di
     assert make_settings(config, fuse_small_steps=True, attention_backend="triton", dtype="bfloat16").fuse_small_steps
 
 
+def test_drafts_need_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"speculative_algorithm": "NGRAM", "max_running_requests": 3, "attention_backend": "torch"}
+    assert make_settings(TOY, **options).max_choices == 16
+    assert make_settings(TOY, **options | {"speculative_algorithm": None}).max_choices == 3
+    monkeypatch.setattr(settings_module, "resolve_device", lambda name: torch.device("cuda"))
+    with pytest.raises(ValueError, match="--speculative-algorithm NGRAM needs --device cpu, got cuda"):
+        make_settings(TOY, **options)
+
+
 def use_nvidia(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """Settings are resolved for a GPU of this compute capability."""
     monkeypatch.setattr(settings_module, "resolve_device", lambda name: torch.device("cuda"))

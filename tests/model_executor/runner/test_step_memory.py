@@ -63,7 +63,7 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
         quantized=quantization is not None,
         widened=runner.settings.widens_activations,
     )
-    kept += runner.sampler.max_choice_bytes
+    kept += runner.sampler.max_choice_bytes(ROWS)
     assert measured <= kept <= (2.25 if runner.model.compiled else 6) * measured
 
 
@@ -88,7 +88,7 @@ def test_what_the_torch_backend_gathers_is_kept_for_it(dtype, windows):
     }
     for name, (tokens, run) in steps.items():
         kept = activation_bytes(config, runner.settings.dtype, tokens=tokens, rows=rows, compiled=runner.model.compiled)
-        kept += runner.sampler.max_choice_bytes + rows * config.vocab_size * 4  # the driver copies the logits
+        kept += runner.sampler.max_choice_bytes(rows) + rows * config.vocab_size * 4  # the driver copies the logits
         measured = peak_bytes(run)
         assert measured <= kept + gathers, name
         if name == "decode":

@@ -9,6 +9,7 @@ from fake_http import Site
 from grafana_board import panel_queries, read_board, variable_queries
 from prometheus_client.parser import text_string_to_metric_families
 
+from tercet.srt.speculation_state import SpeculationState
 from tercet.srt.tier_state import FileTierState, TierState
 
 METRIC = re.compile(r"\b(?:sglang|tercet):\w+")
@@ -88,7 +89,21 @@ def test_without_tiers_the_page_has_none() -> None:
     site.get("/get_load")
     page = site.get("/metrics").text
     site.close()
-    assert "hicache" not in page and "kv_files" not in page
+    assert "hicache" not in page and "kv_files" not in page and "spec_" not in page and "draft" not in page
+
+
+def test_the_page_tells_what_drafts_have_brought() -> None:
+    site = Site(enable_metrics=True)
+    site.scheduler.speculation = SpeculationState(num_verifications=10, num_drafts=40, num_accepted_drafts=25)
+    site.get("/get_load")
+    families = text_string_to_metric_families(site.get("/metrics").text)
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    (state,) = site.get("/server_info").json()["internal_states"]
+    site.close()
+    assert values["sglang:spec_accept_length"] == state["avg_spec_accept_length"] == 3.5
+    assert values["sglang:spec_accept_rate"] == 0.625
+    assert values["tercet:draft_tokens_total"] == 40 and values["tercet:accepted_draft_tokens_total"] == 25
+    assert state["speculation"] == {"num_verifications": 10, "num_drafts": 40, "num_accepted_drafts": 25}
 
 
 @pytest.mark.parametrize("is_paused", [False, True])

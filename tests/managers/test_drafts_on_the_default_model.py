@@ -1,0 +1,58 @@
+"""A LocalEngine of the default model returns the same tokens with and without drafts, in fewer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from default_model import model_path
+
+from tercet import LocalEngine
+from tercet.srt.sampling_params import SamplingParams
+
+TEXT = (
+    "Tercet is an engine that serves language models. The scheduler owns the memory of keys and values, and the runner "
+    "owns the model. A step of the scheduler computes parts of prompts, or the next tokens of the running requests."
+)
+COPY = f"<|im_start|>user\nRepeat this text word by word:\n\n{TEXT}<|im_end|>\n<|im_start|>assistant\n{TEXT[:40]}"
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "copy": (COPY, {}),
+    "copy with logprobs": (COPY, {}),
+    "drawn": (COPY, {"temperature": 0.5, "sampling_seed": 3}),
+    "penalties": (COPY, {"frequency_penalty": 0.3, "presence_penalty": 0.2}),
+    "json": ("A fox as JSON: ", {"json_schema": '{"type": "object", "properties": {"name": {"type": "string"}}}'}),
+    "stop": (COPY, {"stop": ["the runner"]}),
+    "bias": ("One, two, three, one, two,", {"logit_bias": {"28": -2.0}, "min_new_tokens": 20}),
+}
+
+
+def answers(**settings: Any) -> tuple[dict[str, tuple[list[int], Any, list[Any]]], int, LocalEngine]:
+    """The tokens, finish reason and log probabilities of each request, and the number of steps."""
+    engine = LocalEngine(model_path(), max_total_tokens=8192, random_seed=1, **settings)
+    for rid, (prompt, own) in REQUESTS.items():
+        given = {"temperature": 0.0, "max_new_tokens": 60, **own}
+        options = {"return_logprob": True, "top_logprobs_num": 2} if "logprobs" in rid else {}
+        engine.add_request(rid, prompt, SamplingParams(**given), **options)
+    found: dict[str, tuple[list[int], Any, list[Any]]] = {rid: ([], None, []) for rid in REQUESTS}
+    num_steps = 0
+    while any(finish is None for _, finish, _ in found.values()):
+        result = engine.step()
+        num_steps += 1
+        for rid, ids in result.new_tokens.items():
+            found[rid][0].extend(ids)
+        for rid, lists in result.logprobs.items():
+            found[rid][2].extend(lists["output_top_logprobs"])
+        for rid, finish in result.finish_reasons.items():
+            found[rid] = (found[rid][0], finish, found[rid][2])
+    return found, num_steps, engine
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_and_log_probabilities_are_the_same_in_fewer_steps(dtype: str) -> None:
+    plain, num_steps, _ = answers(dtype=dtype)
+    drafted, num_drafted_steps, engine = answers(dtype=dtype, speculative_algorithm="NGRAM")
+    assert drafted == plain
+    assert num_drafted_steps < num_steps - 10
+    speculation = engine.scheduler.state().speculation
+    assert speculation is not None and speculation.accept_rate > 0.4
+    assert not engine.scheduler.planner._propose._histories  # type: ignore[union-attr]

@@ -1,0 +1,84 @@
+"""Which choices of a step with drafts are accepted."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.model_executor.sampling.draft_verification import verify
+from tercet.model_executor.step import FROM_DEVICE, NO_DRAFT, ForwardMode, StepInputs
+from tercet.srt.logprobs import Logprobs
+
+
+def i32(values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def step_of(drafts: list[list[int]], lens: list[int]) -> StepInputs:
+    """A step in which the row 10 + i has so many known tokens and then drafts."""
+    lengths = [1 + len(found) for found in drafts]
+    return StepInputs(
+        ForwardMode.EXTEND,
+        i32([10 + i for i in range(len(drafts))]),
+        i32([length + known - 1 for length, known in zip(lengths, lens, strict=True)]),
+        i32(range(1, 1 + sum(lengths))),
+        extend_lens=i32(lengths),
+        input_ids=i32([id for found in drafts for id in (FROM_DEVICE, *found)]),
+        sampled=np.ones(len(drafts), np.bool_),
+        verifies_drafts=True,
+    )
+
+
+rows = st.lists(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2)), max_size=5), min_size=1, max_size=5
+)  # of each draft: its token, and the choice in its place
+
+
+@given(rows, st.lists(st.integers(-1, 2), min_size=5, max_size=5), st.data())
+def test_a_row_keeps_its_choices_up_to_the_first_that_is_no_draft(found, lasts, data) -> None:
+    drafts = [[draft for draft, _ in row] for row in found]
+    chosen = [[choice for _, choice in row] + [last] for row, last in zip(found, lasts, strict=False)]
+    lens = [data.draw(st.integers(1, 40)) for _ in found]
+    step = step_of(drafts, lens)
+    choices = step.choices()
+    verified = verify(i32([id for row in chosen for id in row]), choices)
+    expected = []
+    for row, given_drafts in zip(chosen, drafts, strict=True):
+        num_right = next((i for i, draft in enumerate(given_drafts) if row[i] != draft), len(given_drafts))
+        expected.append(row[: num_right + 1])
+    assert verified.num_tokens.tolist() == [len(row) for row in expected]
+    assert verified.tokens.tolist() == [id for row in expected for id in row]
+    assert verified.newest().tolist() == [max(row[-1], 0) for row in expected]
+    # The choices are those of all tokens of the step.
+    assert step.num_choices == step.num_tokens == len(choices.at)
+    assert choices.at.tolist() == list(range(step.num_tokens))
+    assert choices.rows.tolist() == [10 + i for i, row in enumerate(chosen) for _ in row]
+    assert choices.lens.tolist() == [
+        known + i for known, row in zip(lens, chosen, strict=True) for i in range(len(row))
+    ]
+    assert choices.drafts is not None
+    assert choices.drafts.tolist() == [id for given_drafts in drafts for id in (*given_drafts, NO_DRAFT)]
+
+
+def test_log_probabilities_are_those_of_accepted_tokens() -> None:
+    verified = verify(i32([5, 6, 9, 1, 7, 2]), step_of([[5, 6, 8], [3]], [4, 4]).choices())
+    assert verified.tokens.tolist() == [5, 6, 9, 7]
+    lines = {line: Logprobs(own=np.float32(line).tobytes()) for line in range(4)}  # the second row wants none
+    merged = verified.merge(lines)
+    assert list(merged) == [0] and np.frombuffer(merged[0].own, np.float32).tolist() == [0, 1, 2]
+
+
+def test_without_drafts_a_step_chooses_after_the_last_token_of_each_sampled_row() -> None:
+    step = StepInputs(
+        ForwardMode.EXTEND,
+        i32([3, 1, 2]),
+        i32([9, 4, 6]),
+        i32(range(1, 7)),
+        extend_lens=i32([3, 2, 1]),
+        input_ids=i32([1, 2, 3, 4, 5, FROM_DEVICE]),
+        sampled=np.array([True, False, True]),
+    )
+    choices = step.choices()
+    assert (choices.at.tolist(), choices.rows.tolist(), choices.lens.tolist()) == ([2, 5], [3, 2], [9, 6])
+    assert choices.drafts is None and step.num_choices == 2
