@@ -32,6 +32,7 @@ _BENCHMARKS = {
     "kernels": ("bench_kernels", "correctness and speed of each GPU kernel"),
     "linears": ("bench_linears", "matrix products of a decode step on a CPU"),
     "quantization": ("bench_quantization", "change of a model's predictions with 8-bit and 4-bit weights"),
+    "speculation": ("bench_speculation", "speculative decoding: tokens per second with and without drafts"),
     "startup": ("bench_startup", "time of a server's start, and memory of its processes"),
     "compare": ("compare", "Tercet and other servers side by side"),
 }

@@ -25,14 +25,18 @@ from .request_queues import RequestQueues
 
 MAX_MATCH = 16
 """Longer repetitions are as good as this one."""
-TOKEN_COST = 0.06
-"""The time that one more token adds to a decode step, as a part of the time of a step of one token. On two cores of
-Zen 5, the linear layers of the default model take 0.02 to 0.07 of it, for up to 9 tokens (docs/log.md)."""
-DRAFTS_COST = 0.07
-"""What drafts add to the time of a step, however many they are, in the same unit."""
+DRAFTS_COST = 0.1
+"""The time that drafts add to a step, however many they are, as a part of the time of a step of one token."""
+TOKEN_COST, LATE_TOKEN_COST = 0.06, 0.1
+"""The time that one more token adds, up to 8 tokens and beyond. From there on, products limit more than reading does.
+
+On two cores of Zen 5, one more of up to 9 tokens takes 0.02 (compact bfloat16) to 0.08 (4 bits), and one of up to 16
+takes 0.09 to 0.14 (docs/log.md)."""
+MIN_GAIN = 1.05
+"""A step without drafts is planned unless drafts promise so many times its tokens per second."""
 _CLASSES = (1, 2, 4, 8)
 """The longest repetition of each class of lengths; another class has the longer ones."""
-_PRIORS = (0.25, 0.4, 0.55, 0.75, 0.9)
+_PRIORS = (0.15, 0.3, 0.5, 0.7, 0.85)
 """The share of right drafts of each class before any was seen."""
 _PRIOR_WEIGHT = 5.0
 """Of a prior, in drafts."""
@@ -142,6 +146,11 @@ class _History:
         self._guess = []
 
 
+def step_time(num_tokens: int) -> float:
+    """The time of a decode step, as a multiple of that of one token."""
+    return 1 + TOKEN_COST * min(num_tokens - 1, 7) + LATE_TOKEN_COST * max(num_tokens - 8, 0)
+
+
 def find_repetition(ids: Int32Array) -> tuple[int, int]:
     """Find the longest repetition of the last tokens, up to MAX_MATCH, and among equals the last one.
 
@@ -172,18 +181,22 @@ def choose_counts(guesses: Sequence[tuple[float, int]], num_left: int) -> list[i
         guesses: for each request, the probability that a draft is right if those before it are, and its most drafts
         num_left: most drafts of all requests
     """
-    # A draft is of use with the probability that it and all before it are right. The best ones come first.
-    values = sorted(
-        ((share**place, index) for index, (share, limit) in enumerate(guesses) for place in range(1, limit + 1)),
-        key=lambda value: -value[0],
-    )
+    base = len(guesses) / step_time(len(guesses))
+    values = []
+    for index, (share, limit) in enumerate(guesses):
+        value = share  # the probability that a draft and all before it are right
+        for _ in range(limit):
+            if value <= base * TOKEN_COST:  # it takes more time than it is worth, and so do those after it
+                break
+            values.append((value, index))
+            value *= share
+    values.sort(reverse=True)
     counts, chosen = [0] * len(guesses), [0] * len(guesses)
-    tokens, time = float(len(guesses)), 1 + TOKEN_COST * (len(guesses) - 1)
-    best = tokens / time
-    time += DRAFTS_COST
-    for value, index in values[:num_left]:
-        tokens, time = tokens + value, time + TOKEN_COST
+    expected, best = float(len(guesses)), base * MIN_GAIN
+    for number, (value, index) in enumerate(values[:num_left], start=len(guesses) + 1):
+        expected += value
         counts[index] += 1
-        if tokens > best * time:
-            best, chosen = tokens / time, counts.copy()
+        rate = expected / (step_time(number) + DRAFTS_COST)
+        if rate > best:
+            best, chosen = rate, counts.copy()
     return chosen

@@ -13,11 +13,12 @@ from kv_makers import make_req
 from tercet.managers.ngram_proposer import (
     DRAFTS_COST,
     MAX_MATCH,
-    TOKEN_COST,
+    MIN_GAIN,
     NgramProposer,
     choose_counts,
     find_repetition,
     make_proposer,
+    step_time,
 )
 from tercet.managers.request_queues import RequestQueues
 from tercet.srt.server_args import ServerArgs
@@ -59,7 +60,7 @@ def test_a_repetition_has_a_largest_length(length: int) -> None:
 
 def test_a_repetition_goes_on_as_before() -> None:
     req = make_req([*range(14), 50, *range(9)])
-    assert proposed(NgramProposer(8, 16), req) == [9, 10, 11, 12, 13, 50, 0, 1]
+    assert proposed(NgramProposer(7, 16), req) == [9, 10, 11, 12, 13, 50, 0]
     assert proposed(NgramProposer(3, 16), req) == [9, 10, 11]
     assert proposed(NgramProposer(8, 16), req, limit=2) == [9, 10]
     assert proposed(NgramProposer(8, 16), req, limit=0) == []
@@ -124,8 +125,7 @@ def rate(guesses: list[tuple[float, int]], counts: tuple[int, ...]) -> float:
     tokens = sum(
         1 + sum(share**place for place in range(1, n + 1)) for (share, _), n in zip(guesses, counts, strict=True)
     )
-    time = 1 + TOKEN_COST * (len(guesses) + sum(counts) - 1) + (DRAFTS_COST if any(counts) else 0)
-    return tokens / time
+    return tokens / (step_time(len(guesses) + sum(counts)) + (DRAFTS_COST if any(counts) else 0))
 
 
 @given(
@@ -139,7 +139,11 @@ def test_the_drafts_are_those_of_the_highest_rate(guesses: list[tuple[float, int
     assert sum(counts) <= num_left
     every = product(*(range(limit + 1) for _, limit in guesses))
     best = max(rate(guesses, choice) for choice in every if sum(choice) <= num_left)
-    assert rate(guesses, counts) == pytest.approx(best)
+    least = MIN_GAIN * rate(guesses, (0,) * len(guesses))
+    if any(counts):
+        assert rate(guesses, counts) == pytest.approx(best) and best > least
+    else:
+        assert best <= least * (1 + 1e-9)
 
 
 def test_a_step_of_many_requests_has_no_drafts() -> None:
