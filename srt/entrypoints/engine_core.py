@@ -33,15 +33,13 @@ from .engine_life import EngineLife
 from .forks import ForkServerDied
 from .grammar_process import GrammarProcess
 from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, Role, stop_children
-from .restarts import Death, RestartBudget, crash_report, write_report
+from .restarts import Death, RestartBudget, crash_report, retry_pause_s, write_report
 from .watchdog import HangDetector, Verdict, report_hang
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_RETRY_S = 1.0
-"""The pause after a restart that failed for a reason that may pass."""
 _MOST_NAMES = 20
 """Requests that the log names after a death. The report has more."""
 _SLOWER_START = 5
@@ -259,7 +257,7 @@ class EngineCore:
 
     async def _next_life(self, death: Death) -> EngineLife | None:
         """Starts the processes, and tries again if that fails. None: no attempt is left, and the engine has failed."""
-        run_dir = self._life.run_dir
+        run_dir, num_failures = self._life.run_dir, 0
         while True:
             try:
                 run_dir = run_dir.next_life()
@@ -275,12 +273,13 @@ class EngineCore:
                 if isinstance(error, ForkServerDied) and spares:
                     logger.error("%s, too; starting new processes", str(error).capitalize())
                     continue
-                # The same settings have worked before, so the cause may pass: a full disk, or too little memory.
                 if not self._budget.take():
                     self._die(f"{death.message}; it could not be restarted: {error}")
                     return None
-                logger.error("The engine could not be restarted: %s; trying again in %g s", error, _RETRY_S)
-                await asyncio.sleep(_RETRY_S)
+                num_failures += 1
+                pause_s = retry_pause_s(num_failures)
+                logger.error("The engine could not be restarted: %s; trying again in %g s", error, pause_s)
+                await asyncio.sleep(pause_s)
 
     async def _start_life(self, run_dir: RunDir, spares: dict[Role, ChildProcess]) -> EngineLife:
         """Raises as `EngineLife.start` does, and EngineDead when it takes too long."""

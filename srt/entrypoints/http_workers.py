@@ -30,7 +30,7 @@ from .admin import AbortAnswer, AbortBody, check_abort
 from .forwarded import WHOLE_SERVER, ParentEndpoints
 from .http_server import ENDPOINTS, make_server
 from .processes import ChildProcess, stop_children
-from .restarts import RestartBudget
+from .restarts import RestartBudget, retry_pause_s
 from .routing import Endpoint, Server, json_response
 from .watchdog import HangDetector
 from .worker_link import ServedEngine, Worker
@@ -60,6 +60,8 @@ class HttpWorkers:
         self._run_dir = RunDir.create()
         self._budget = RestartBudget(server_args.engine_restarts, server_args.engine_restart_window)
         self._num_started = 0
+        self._num_failed_starts = 0
+        """Since the last worker that was ready."""
         self._slowest_start_s = 0.0
         self._engine: ServedEngine | None = None
         self._news: EngineNews | None = None
@@ -171,13 +173,16 @@ class HttpWorkers:
         hang = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
         worker = Worker(child, listener, self._context, run_dir, hang)
         child.ended.add_done_callback(functools.partial(self._on_end, worker))
-        child.ready.add_done_callback(functools.partial(self._on_ready, time.monotonic()))
+        child.ready.add_done_callback(functools.partial(self._on_start_ended, time.monotonic()))
         self._workers.append(worker)
         return worker
 
-    def _on_ready(self, began: float, ready: asyncio.Future[Any]) -> None:
-        if ready.exception() is None:
-            self._slowest_start_s = max(self._slowest_start_s, time.monotonic() - began)
+    def _on_start_ended(self, began: float, ready: asyncio.Future[Any]) -> None:
+        if ready.exception() is not None:
+            self._num_failed_starts += 1
+            return
+        self._num_failed_starts = 0
+        self._slowest_start_s = max(self._slowest_start_s, time.monotonic() - began)
 
     def _on_end(self, worker: Worker, ended: asyncio.Future[str]) -> None:
         if self._is_stopping or self._engine is None or self.failed.done():
@@ -190,21 +195,24 @@ class HttpWorkers:
             logger.error("An HTTP worker has failed: %s", message)
             self.failed.set_result(message)
             return
+        pause_s = retry_pause_s(self._num_failed_starts)
         logger.error(
-            "An HTTP worker has failed: %s; starting another (%d of %d); %d samples of its clients have ended",
+            "An HTTP worker has failed: %s; starting another%s (%d of %d); %d samples of its clients have ended",
             ended.result(),
+            f" in {pause_s:g} s" if pause_s else "",
             self._budget.num_taken,
             self._budget.limit,
             num_lost,
         )
-        self._run(self._replace(worker.listener))
+        self._run(self._replace(worker.listener, pause_s))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _replace(self, listener: socket.socket) -> None:
+    async def _replace(self, listener: socket.socket, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
         if self._is_stopping or self.failed.done():
             return
         try:

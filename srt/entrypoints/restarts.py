@@ -26,6 +26,16 @@ _DEATHS_OF_CULPRIT = 2
 _REPORTS_KEPT = 20
 _MOST_REQUESTS = 256
 """Requests in a report. Those of the fatal step come first."""
+_RETRY_S = 1.0
+_MOST_DOUBLINGS = 5
+
+
+def retry_pause_s(num_failures: int) -> float:
+    """The pause before the next start, after so many in a row have failed: none, 1 s, 2 s, 4 s and so on up to 32 s.
+
+    The same settings have worked before, so the cause may pass: a full disk, too little memory, a file being replaced.
+    """
+    return _RETRY_S * 2 ** min(num_failures - 1, _MOST_DOUBLINGS) if num_failures else 0.0
 
 
 class RestartBudget:

@@ -169,7 +169,7 @@ def test_a_fork_server_that_does_not_answer_is_replaced(
     is_seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not asked if it is seen to be stopped."""
-    monkeypatch.setattr("tercet.srt.entrypoints.engine_core._RETRY_S", 0.0)
+    monkeypatch.setattr("tercet.srt.entrypoints.restarts._RETRY_S", 0.0)
     if not is_seen:
         monkeypatch.setattr("tercet.srt.entrypoints.engine_core.is_stopped", lambda pid: False)
 

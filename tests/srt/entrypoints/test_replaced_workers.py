@@ -16,6 +16,7 @@ from tercet.srt.entrypoints import http_workers
 from tercet.srt.entrypoints.forwarded import ParentEndpoints
 from tercet.srt.entrypoints.http_server import make_server
 from tercet.srt.entrypoints.http_workers import HttpWorkers
+from tercet.srt.entrypoints.restarts import retry_pause_s
 from tercet.srt.entrypoints.worker_link import ServedEngine
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.worker_messages import EngineNews
@@ -169,3 +170,37 @@ def test_a_worker_that_dies_when_it_is_ready_is_not_opened(monkeypatch: pytest.M
         assert [worker.child for worker in rig.workers._workers] == [Child.started[1], Child.started[3]]
 
     run(work, monkeypatch)
+
+
+def test_starts_that_fail_are_tried_again_after_longer_and_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A certificate file that is being replaced is whole a moment later."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleep_at_once(delay: float) -> None:
+        pauses.append(delay)
+        await sleep(0)
+
+    async def some_turns() -> None:
+        for _ in range(5):
+            await sleep(0)
+
+    async def work(rig: Rig) -> None:
+        monkeypatch.setattr(asyncio, "sleep", sleep_at_once)
+        Child.started[0].kill()
+        for number in range(2, 5):
+            await some_turns()
+            Child.started[number].ready.set_exception(ValueError("--ssl-certfile: cannot load c.pem"))
+            Child.started[number].kill()
+        await some_turns()
+        Child.started[5].ready.set_result(None)
+        await some_turns()
+        Child.started[5].kill()
+        await some_turns()
+        assert len(Child.started) == 7 and pauses == [0, 1, 2, 4, 0]
+
+    run(work, monkeypatch)
+
+
+def test_the_pause_after_failed_starts_is_bounded() -> None:
+    assert [retry_pause_s(count) for count in (0, 1, 2, 5, 6, 7, 10_000)] == [0, 1, 2, 16, 32, 32, 32]

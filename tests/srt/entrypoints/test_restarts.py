@@ -19,7 +19,7 @@ import pytest
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
 
-from tercet.srt.entrypoints import engine_core, sse
+from tercet.srt.entrypoints import engine_core, restarts, sse
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
 from tercet.srt.errors import EngineDead
@@ -116,7 +116,7 @@ def test_an_engine_that_cannot_start_again_has_died(
         core._spares["scheduler"].kill()
         await core._spares["scheduler"].ended
         (sample,) = await core.tokenizer_manager.submit([1], options(400))
-        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
+        monkeypatch.setattr(restarts, "_RETRY_S", 0.0)
         monkeypatch.setenv("FAKE_CHILD", "bug")
         os.kill(core.child_pids["scheduler"], signal.SIGKILL)
         out = await asyncio.wait_for(sample.result(), PATIENCE_S)
@@ -138,7 +138,7 @@ def test_an_engine_that_has_lost_its_gpu_does_not_go_on_on_the_cpu(
         core = await _start(tmp_path, engine_restarts=2, device="auto")
         core._spares["scheduler"].kill()
         await core._spares["scheduler"].ended
-        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
+        monkeypatch.setattr(restarts, "_RETRY_S", 0.0)
         monkeypatch.setenv("FAKE_CHILD", "")
         os.kill(core.child_pids["scheduler"], signal.SIGKILL)
         assert "could not be restarted: --device cuda needs a GPU" in await asyncio.wait_for(core.died, PATIENCE_S)
@@ -199,7 +199,7 @@ def test_a_restart_that_fails_is_tried_again(run_dirs: Path, tmp_path: Path, mon
         core._spares["scheduler"].kill()
         await core._spares["scheduler"].ended
         (sample,) = await core.tokenizer_manager.submit([1], options(100))
-        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
+        monkeypatch.setattr(restarts, "_RETRY_S", 0.0)
         attempts = []
         start = EngineLife.start.__func__  # type: ignore[attr-defined]
 
@@ -284,7 +284,7 @@ def test_a_start_that_hangs_is_ended_and_tried_again(
     async def scenario() -> None:
         core = await _start(tmp_path)
         assert core._start_limit_s >= 300
-        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
+        monkeypatch.setattr(restarts, "_RETRY_S", 0.0)
         monkeypatch.setattr("tercet.srt.entrypoints.processes._STOP_TIMEOUT_S", 0.1)
         core._start_limit_s = 0.5
         (sample,) = await core.tokenizer_manager.submit([1], options(100))
