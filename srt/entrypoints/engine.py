@@ -46,8 +46,8 @@ class Engine:
     when the interpreter is killed.
 
     The constructor raises ValueError or OSError for invalid settings or an invalid model, and EngineDead when a process
-    fails. Methods raise subclasses of TercetError: InvalidRequest for an invalid request, EngineDead after a process
-    has died.
+    fails. Methods raise subclasses of `tercet.TercetError`: InvalidRequest for an invalid request, EngineDead after
+    a process has died. `tercet` has these classes.
     """
 
     _child_module: ClassVar[str] = CHILD_MODULE

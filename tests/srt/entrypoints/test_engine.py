@@ -20,6 +20,7 @@ from patience import PATIENCE_S
 from toy_engine import text_of, toy_args
 
 import tercet
+from tercet.srt import errors
 from tercet.srt.entrypoints.engine import Engine
 from tercet.srt.errors import EngineBusy, InvalidRequest, UnsupportedField
 from tercet.srt.sampling_params import SamplingParams
@@ -49,8 +50,27 @@ def _becomes_idle(engine: Engine) -> bool:
     return _num_running(engine) == 0
 
 
+OF_SERVERS = {
+    "EnginePaused",
+    "MetricsOff",
+    "ModelNotFound",
+    "NotAllowed",
+    "RequestAborted",
+    "ResumeOff",
+    "StreamChanged",
+    "StreamGone",
+    "StreamNotFound",
+}
+"""Errors that only HTTP clients get."""
+
+
 def test_the_public_name_is_this_class() -> None:
     assert tercet.Engine is Engine
+
+
+def test_the_errors_of_the_python_engines_are_public() -> None:
+    known = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert {name for name in tercet.__all__ if getattr(tercet, name) is vars(errors).get(name)} == known - OF_SERVERS
 
 
 def test_one_prompt_gives_one_answer(engine: Engine) -> None:
