@@ -4,7 +4,7 @@ These limits hold before a request is decoded and its API key is checked:
 
 - Memory: MAX_HEAD_BYTES for the path and headers, and for the trailers. At most one read more is kept while one of
   these, or what is between two chunks of a body, is incomplete. Trailers are dropped, as RFC 9110 (6.5.1) allows.
-- Number: MAX_HEADERS headers, and MAX_PIPELINED requests that wait for the response to an earlier request.
+- Number: MAX_HEADERS headers, and MAX_PIPELINED unanswered requests.
 - Output: the response stops writing while more than 64 KiB are unsent. After SEND_TIMEOUT_S without progress, the
   connection is reset.
 - Time: HEAD_TIMEOUT_S for a head. A body has BODY_TIMEOUT_S, plus one second for each MIN_BODY_RATE bytes received.
@@ -209,7 +209,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_known_head:
             return
-        if len(self._unanswered) > MAX_PIPELINED:
+        if len(self._unanswered) >= MAX_PIPELINED:
             self._refusal = HeadTooLarge(f"a connection must have at most {MAX_PIPELINED} unanswered requests")
             raise _Refused
         super().on_headers_complete()

@@ -214,6 +214,9 @@ def test_a_read_full_of_requests_is_refused_at_one_too_many(host: Host) -> None:
     protocol.data_received(GET * MAX_PIPELINED)
     host.settle()
     assert transport.statuses == [200] * MAX_PIPELINED
+    protocol, transport = host.connect()
+    protocol.data_received(GET * (MAX_PIPELINED + 1))
+    assert transport.aborted
 
 
 def test_a_client_that_leaves_ends_all_its_requests(host: Host) -> None:
