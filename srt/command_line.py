@@ -130,17 +130,6 @@ def from_namespace(namespace: argparse.Namespace, no_model: Callable[[], Mapping
     return ServerArgs.from_dict(values)
 
 
-def parse_args(argv: Sequence[str]) -> ServerArgs:
-    """Parse flags alone: no MODEL, and no default model. Exits with a message (status 2) if they are wrong."""
-    parser = argparse.ArgumentParser(prog="tercet.launch_server", description="Serve a model over HTTP.")
-    add_arguments(parser)
-    namespace = parser.parse_args(argv)
-    try:
-        return from_namespace(namespace)
-    except ValueError as error:
-        parser.error(str(error))
-
-
 def _read_config(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import fake_child
+from server_flags import parse_flags
 
-from tercet.srt.command_line import parse_args
 from tercet.srt.entrypoints.server import serve
 
 if __name__ == "__main__":
-    sys.exit(serve(parse_args(sys.argv[1:]), child_module=fake_child.MODULE))
+    sys.exit(serve(parse_flags(sys.argv[1:]), child_module=fake_child.MODULE))

@@ -7,12 +7,12 @@ import sys
 import uvloop
 from endurance import child
 from endurance.hooks import Hooks
+from server_flags import parse_flags
 
-from tercet.srt.command_line import parse_args
 from tercet.srt.entrypoints.server import serve
 
 if __name__ == "__main__":
     hooks = Hooks.of_this_process()
     hooks.bend_clock()
     uvloop.new_event_loop = hooks.watch_loop(uvloop.new_event_loop)
-    sys.exit(serve(parse_args(sys.argv[1:]), child_module=child.MODULE))
+    sys.exit(serve(parse_flags(sys.argv[1:]), child_module=child.MODULE))

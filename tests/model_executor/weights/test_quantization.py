@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quantized_weights import FORMS, drawn_weight, group_of
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
+from server_flags import parse_flags
 from tiny_models import make_model, make_wide_model, save
 
 from tercet.model_executor import cpu_extension
@@ -27,7 +28,6 @@ from tercet.model_executor.weights.quantization import (
     parameter_bytes,
     quantized_forms,
 )
-from tercet.srt.command_line import parse_args
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.server_args import ServerArgs
 
@@ -266,7 +266,7 @@ def test_rows_that_are_not_whole_groups_are_refused(llama) -> None:
 
 
 def test_the_flag() -> None:
-    assert parse_args(["--model-path", "m"]).quantization is None
-    assert parse_args(["--model-path", "m", "--quantization", "int4"]).quantization == "int4"
+    assert parse_flags(["--model-path", "m"]).quantization is None
+    assert parse_flags(["--model-path", "m", "--quantization", "int4"]).quantization == "int4"
     with pytest.raises(ValueError, match="quantization"):
         ServerArgs.from_dict({"model_path": "m", "quantization": "int3"})

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from fake_http import Site, error_of
+from server_flags import parse_flags
 from starlette.routing import Route
 
-from tercet.srt.command_line import parse_args
 from tercet.srt.entrypoints import auth
 from tercet.srt.entrypoints.auth import OPEN_PATHS
 from tercet.srt.server_args import ServerArgs
@@ -109,11 +109,11 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch, guarded: Site) -
 def test_several_keys_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str) -> None:
     monkeypatch.setenv("TERCET_API_KEY", "not this one")
     if source == "flags":
-        args = parse_args(["--model-path", "m", "--api-key", "a", "--api-key", "b"])
+        args = parse_flags(["--model-path", "m", "--api-key", "a", "--api-key", "b"])
     else:
         config = tmp_path / "config.yaml"
         config.write_text("api-key: [a, b]")
-        args = parse_args(["--config", str(config), "--model-path", "m"])
+        args = parse_flags(["--config", str(config), "--model-path", "m"])
     assert args.api_keys == ("a", "b")
 
 
@@ -183,19 +183,19 @@ def test_settings_take_no_key_that_a_header_cannot_carry(key: str) -> None:
 
 def test_no_key_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TERCET_API_KEY", raising=False)
-    assert parse_args(["--model-path", "m"]).api_key is None
+    assert parse_flags(["--model-path", "m"]).api_key is None
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, key: str) -> ServerArgs:
     monkeypatch.delenv("TERCET_API_KEY", raising=False)
     if source == "flag":
-        return parse_args(["--model-path", "m", "--api-key", key])
+        return parse_flags(["--model-path", "m", "--api-key", key])
     if source == "variable":
         monkeypatch.setenv("TERCET_API_KEY", key)
-        return parse_args(["--model-path", "m"])
+        return parse_flags(["--model-path", "m"])
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"model-path": "m", "api-key": key}))
-    return parse_args(["--config", str(config), "--model-path", "m"])
+    return parse_flags(["--config", str(config), "--model-path", "m"])
 
 
 # Browsers
