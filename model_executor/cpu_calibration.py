@@ -25,6 +25,7 @@ import torch
 
 from ..srt import env
 from ..srt.machine.cores import usable_cores
+from ..srt.plain_values import as_utf8
 from . import cpu_extension
 from .device.dtypes import dtype_name
 from .layers.linear import can_pack
@@ -166,7 +167,7 @@ def _kept(path: Path, key: Mapping[str, Any]) -> ChosenTuning | None:
         tuning = _parse(content)
         if json.loads(content).get("key") == key:
             tuning.apply()
-            return ChosenTuning(tuning, os.fsencode(path).decode(errors="backslashreplace"))  # messages are UTF-8
+            return ChosenTuning(tuning, as_utf8(str(path)))  # messages are UTF-8
         logger.warning("Measuring again: %s is for another machine or build", path)
     except FileNotFoundError:
         return None

@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 import msgspec
 
+from .plain_values import as_utf8
+
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -67,13 +69,8 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "role": self._role,
             "logger": record.name,
-            "message": record.event_name if hasattr(record, "event_name") else _unicode(record.getMessage()),
+            "message": record.event_name if hasattr(record, "event_name") else as_utf8(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = _unicode(self.formatException(record.exc_info))
+            line["exception"] = as_utf8(self.formatException(record.exc_info))
         return _encode(line).decode()
-
-
-def _unicode(text: str) -> str:
-    """The text with escapes for surrogates, as in the name of a file that is not valid UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -40,6 +40,11 @@ def is_utf8(text: str) -> bool:
     return True
 
 
+def as_utf8(text: str) -> str:
+    """The text with escapes for surrogates, as in a path that is not valid UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def check_in_json(value: Any, path: str) -> None:
     """Raises InvalidRequest for values that JSON cannot represent: numbers that are not finite, text that is not
     Unicode, bytes. Also for integers of more than 64 bits, and for a value that is nested too deeply."""
