@@ -32,9 +32,12 @@ def read_gemma(answer: AnswerText, functions: Functions) -> Reading[None]:
             continue
         answer.start_call(name)
         answer.arguments("{")
-        yield from _copy_object(answer)
+        is_whole = yield from _copy_object(answer)
         yield from answer.skip_space()
-        yield from answer.accept_end(ENDS[mark])
+        if is_whole:
+            yield from answer.accept_end(ENDS[mark])
+        else:
+            yield from answer.accept(ENDS[mark])
 
 
 def _copy_object(answer: AnswerText) -> Reading[bool]:

@@ -28,3 +28,13 @@ def test_a_part_of_the_mark_that_ends_a_call_is_no_content(tools: str, call: str
     for length in range(shortest, len(end) + 1):
         assert join_parts(parse_answer(form, call + end[:length])) == called
     assert join_parts(parse_answer(form, f"{call}<ok>")) == [*called, Content("<ok>")]
+
+
+@pytest.mark.parametrize("rest", ["<", "<e", "<es", "<end_function_cal", "<other"])
+def test_in_a_call_that_is_not_complete_a_part_of_a_mark_is_text_of_the_model(rest: str) -> None:
+    """It may be a part of a quotation mark, too. A mark that is complete is left out."""
+    form = AnswerFormat(tools="gemma", functions=Functions({"now": None}))
+    called = [CallStart("now"), Arguments('{"zone": ')]
+    call = "<start_function_call>call:now{zone:"
+    assert join_parts(parse_answer(form, call + rest)) == [*called, Content(rest)]
+    assert join_parts(parse_answer(form, f"{call}<end_function_call>")) == called
