@@ -124,7 +124,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
-    "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
     "decode_start-4096x128": lambda: start(4096, 128),
     "decode_start-576x64-fp32": lambda: start(576, 64, F32),
     "decode_start-16384x256": lambda: start(16384, 256),

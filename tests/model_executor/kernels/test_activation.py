@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from attention_cases import TOLERANCE
 from hypothesis import given, settings
@@ -16,25 +15,16 @@ from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_re
     num_tokens=st.integers(0, 4),
     width=st.integers(1, 2500),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    activation=st.sampled_from(["silu", "gelu_tanh"]),
 )
-def test_agrees_with_the_float64_twin(seed, num_tokens, width, dtype, activation) -> None:
+def test_agrees_with_the_float64_twin(seed, num_tokens, width, dtype) -> None:
     g = torch.Generator().manual_seed(seed)
     x = (torch.randn(num_tokens, 2 * width, generator=g) * 3).to(dtype)
-    out = act_and_mul(x, activation)
-    reference = act_and_mul_ref(x.double(), activation)
+    out = act_and_mul(x)
+    reference = act_and_mul_ref(x.double())
     error = (out.double() - reference).norm(dim=1)
-    # 1 + tanh of a very negative number cancels: the result is right to an absolute error only.
-    assert bool((error <= TOLERANCE[dtype] * reference.norm(dim=1) + 1e-5).all())
+    assert bool((error <= TOLERANCE[dtype] * reference.norm(dim=1)).all())
 
 
 def test_large_gates_neither_overflow_nor_vanish() -> None:
     x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 2.0, 2.0, 2.0, 2.0]])
-    for activation in ("silu", "gelu_tanh"):
-        out = act_and_mul(x, activation)
-        assert torch.allclose(out, torch.tensor([[0.0, 0.0, 200.0, 2e4]]), atol=1e-4)
-
-
-def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="relu"):
-        act_and_mul(torch.zeros(1, 2), "relu")
+    assert torch.allclose(act_and_mul(x), torch.tensor([[0.0, 0.0, 200.0, 2e4]]), atol=1e-4)
