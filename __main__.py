@@ -1,10 +1,20 @@
-"""`python -m tercet` is the `tercet` command."""
+"""The `tercet` command, and `python -m tercet`."""
 
 from __future__ import annotations
 
 import sys
 
-from .launch_server import main
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        # Imported here, so that Ctrl-C ends the command as quietly during its imports as later.
+        from . import launch_server
+
+        return launch_server.main()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -43,7 +43,7 @@ _MODEL = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `tercet` command; returns the exit code."""
+    """The `tercet` command; returns the exit code. Raises KeyboardInterrupt."""
     open_standard_files()
     parser = argparse.ArgumentParser(prog="tercet", description="Tercet: an LLM serving engine.")
     parser.add_argument("--version", action="version", version=f"tercet {__version__}")
@@ -65,19 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags.required = False  # Python 3.11 would name it beside a missing BENCHMARK
     namespace = parser.parse_args(argv)
-    try:
-        if namespace.command == "bench":
-            return _bench(namespace.benchmark, namespace.arguments)
-        return _chat(namespace) if namespace.command == "chat" else _serve(serve, namespace)
-    except KeyboardInterrupt:
-        return 130
+    if namespace.command == "bench":
+        return _bench(namespace.benchmark, namespace.arguments)
+    return _chat(namespace) if namespace.command == "chat" else _serve(serve, namespace)
 
 
 def launch_server() -> int:
     """`python -m tercet.launch_server`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tercet.launch_server", description=_SERVE)
-    _add_serve_arguments(parser)
     try:
+        parser = argparse.ArgumentParser(prog="python -m tercet.launch_server", description=_SERVE)
+        _add_serve_arguments(parser)
         return _serve(parser, parser.parse_args())
     except KeyboardInterrupt:
         return 130

@@ -16,7 +16,6 @@ from live_site import live_site
 from patience import PATIENCE_S
 from toy_engine import environment
 
-from tercet import __version__
 from tercet.launch_server import main
 from tercet.srt.entrypoints import chat_cli, server
 from tercet.srt.entrypoints.chat_cli import Conversation, choose_partner
@@ -39,23 +38,6 @@ def _exit_code(argv: Sequence[str]) -> int:
         main(argv)
     assert isinstance(caught.value.code, int)
     return caught.value.code
-
-
-def test_help_and_version_load_nothing_heavy(tmp_path: Path) -> None:
-    code = """
-import sys
-import time
-from tercet.launch_server import main
-try: main(sys.argv[1:])
-except SystemExit: pass
-sys.stderr.write(str([name for name in ("torch", "transformers", "zmq", "uvicorn", "numpy") if name in sys.modules]))
-"""
-    for argv, words in ((["--help"], "serve"), (["--version"], f"tercet {__version__}"), (["serve", "-h"], "--port")):
-        ran = subprocess.run(
-            [sys.executable, "-c", code, *argv], env=environment(tmp_path), capture_output=True, text=True, timeout=60
-        )
-        assert words in ran.stdout
-        assert ran.stderr == "[]"
 
 
 @pytest.mark.parametrize("argv", [["MODEL"], ["--model-path", "MODEL"], ["MODEL", "--model-path", "MODEL"]])
