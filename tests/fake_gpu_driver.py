@@ -27,7 +27,6 @@ from triton.runtime import driver as drivers
 from tercet.model_executor import kernels
 from tercet.model_executor.kernels.bound import Bound
 
-TARGET = GPUTarget("cuda", 90, 32)
 REGISTERS = 168
 _HAS_FLAT_ARGUMENTS = triton.__version__.startswith("3.6.")
 _SHARED_BYTES = 4096

@@ -11,8 +11,6 @@ from .reasoning import HARMONY, REASONING_FORMATS, Place, read_reasoning
 from .tool_formats import TOOL_FORMATS
 from .tools import Functions
 
-REASONING_NAMES = (*REASONING_FORMATS, HARMONY)
-
 
 class AnswerFormat(NamedTuple):
     """What is looked for in the answers of a request.

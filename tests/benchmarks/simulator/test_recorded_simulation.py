@@ -26,7 +26,6 @@ from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.step_cost import StepShape
 from tercet.srt.schedule_record import Recording
 
-NUM_EARLIER = bench_simulation._NUM_WARMUPS + bench_simulation._NUM_PROBES
 START_S = 100.0
 ROUND_TRIP_S = 0.005
 NUM_AT_ONCE = 5

@@ -16,7 +16,7 @@ from tercet.srt.entrypoints.openai.tools import AnswerPlan, constrained, plan_an
 from tercet.srt.entrypoints.wire import fields_of
 from tercet.srt.io_struct import LengthFinish
 from tercet.srt.server_args import ServerArgs
-from tercet.srt.text.answer.answer_parser import REASONING_NAMES
+from tercet.srt.text.answer.reasoning import HARMONY, REASONING_FORMATS
 from tercet.srt.text.answer.tool_formats import TOOL_FORMATS
 
 PATH = "/v1/chat/completions"
@@ -61,7 +61,7 @@ def joined(events: Sequence[Any], index: int = 0) -> dict[str, Any]:
 def test_the_flags_name_the_formats() -> None:
     hints = get_type_hints(ServerArgs, include_extras=True)
     assert set(get_args(hints["tool_call_parser"].__origin__)) == {"auto", *TOOL_FORMATS}
-    assert set(get_args(get_args(hints["reasoning_parser"].__origin__)[0])) == set(REASONING_NAMES)
+    assert set(get_args(get_args(hints["reasoning_parser"].__origin__)[0])) == {*REASONING_FORMATS, HARMONY}
 
 
 def test_calls(site: Site) -> None:
