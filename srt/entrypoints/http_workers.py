@@ -165,13 +165,18 @@ class HttpWorkers:
                     self._run(worker.on_hang(verdict))
 
     def _start(self, listener: socket.socket) -> Worker:
+        """Raises OSError."""
         self._run_dir = self._run_dir.renewed()
         run_dir = RunDir(self._run_dir.path, self._num_started, self._run_dir.work_dir)
         self._num_started += 1
         args = self._server_args
         child = ChildProcess.start("http_worker", self._child_module, listener=listener).launch(args, run_dir)
         hang = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
-        worker = Worker(child, listener, self._context, run_dir, hang)
+        try:
+            worker = Worker(child, listener, self._context, run_dir, hang)
+        except zmq.ZMQError as error:
+            child.kill()
+            raise OSError(error.errno, error.strerror) from error
         child.ended.add_done_callback(functools.partial(self._on_end, worker))
         child.ready.add_done_callback(functools.partial(self._on_start_ended, time.monotonic()))
         self._workers.append(worker)
@@ -189,22 +194,26 @@ class HttpWorkers:
             return
         num_lost = worker.close()
         self._workers.remove(worker)
+        self._start_another(worker.listener, ended.result(), num_lost)
+
+    def _start_another(self, listener: socket.socket, failure: str, num_lost: int) -> None:
+        """After a failure, in which `num_lost` samples have ended. It is the server's failure if no restart is left."""
         if not self._budget.take():
             limit = self._budget.limit
-            message = ended.result() + (f"; --engine-restarts {limit} is used up" if limit else "")
+            message = failure + (f"; --engine-restarts {limit} is used up" if limit else "")
             logger.error("An HTTP worker has failed: %s", message)
             self.failed.set_result(message)
             return
         pause_s = retry_pause_s(self._num_failed_starts)
         logger.error(
             "An HTTP worker has failed: %s; starting another%s (%d of %d); %d samples of its clients have ended",
-            ended.result(),
+            failure,
             f" in {pause_s:g} s" if pause_s else "",
             self._budget.num_taken,
             self._budget.limit,
             num_lost,
         )
-        self._run(self._replace(worker.listener, pause_s))
+        self._run(self._replace(listener, pause_s))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -218,7 +227,8 @@ class HttpWorkers:
         try:
             worker = self._start(listener)
         except OSError as error:  # for example no memory, or too many open files
-            self.failed.set_result(f"an HTTP worker could not be started: {error.strerror or error}")
+            self._num_failed_starts += 1
+            self._start_another(listener, f"it could not be started: {error.strerror or error}", 0)
             return
         limit_s = max(self._server_args.watchdog_timeout, _SLOWER_START * self._slowest_start_s)
         ready, _ = await asyncio.wait([worker.child.ready], timeout=limit_s)

@@ -9,15 +9,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import zmq
 from fake_http import FakeScheduler, make_manager
 
 from tercet.managers.tokenizer_manager import TokenizerManager
-from tercet.srt.entrypoints import http_workers
+from tercet.srt.entrypoints import http_workers, restarts
 from tercet.srt.entrypoints.forwarded import ParentEndpoints
 from tercet.srt.entrypoints.http_server import make_server
 from tercet.srt.entrypoints.http_workers import HttpWorkers
 from tercet.srt.entrypoints.restarts import retry_pause_s
-from tercet.srt.entrypoints.worker_link import ServedEngine
+from tercet.srt.entrypoints.worker_link import ServedEngine, Worker
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.worker_messages import EngineNews
 
@@ -88,6 +89,7 @@ def run(work: Callable[[Rig], Coroutine[Any, Any, None]], monkeypatch: pytest.Mo
         await rig.workers.stop()
         assert all(child.ended.done() for child in Child.started)
 
+    monkeypatch.setattr(restarts, "_RETRY_S", 0.0)
     monkeypatch.setattr(http_workers, "ChildProcess", Child)
     monkeypatch.setattr(Child, "started", [], raising=False)
     monkeypatch.setattr(Child, "error", None, raising=False)
@@ -143,15 +145,47 @@ def test_no_worker_is_started_during_a_shutdown(monkeypatch: pytest.MonkeyPatch)
     run(work, monkeypatch)
 
 
-def test_two_workers_that_cannot_be_started_again_are_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_that_cannot_be_started_again_are_one_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work(rig: Rig) -> None:
         unraised: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unraised.append(context))
         Child.error = OSError(24, "Too many open files")
         for child in Child.started[:2]:
             child.kill()
+        failure = await rig.workers.failed
         await turns()
-        assert "Too many open files" in rig.workers.failed.result() and not rig.workers._tasks and not unraised
+        assert failure == "it could not be started: Too many open files; --engine-restarts 9 is used up"
+        assert failure in caplog.text and not rig.workers._tasks and not unraised
+
+    run(work, monkeypatch)
+
+
+@pytest.mark.parametrize("failure", ["process", "link"])
+def test_a_worker_that_cannot_be_started_for_a_moment_is_started_then(
+    monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    """There are too many open files when the process or the links to it are made."""
+
+    def no_worker(*_: object) -> None:
+        raise zmq.ZMQError(24)
+
+    async def work(rig: Rig) -> None:
+        if failure == "process":
+            Child.error = OSError(24, "Too many open files")
+        else:
+            monkeypatch.setattr(http_workers, "Worker", no_worker)
+        Child.started[0].kill()
+        await turns()
+        assert rig.workers._num_failed_starts
+        Child.error = None
+        monkeypatch.setattr(http_workers, "Worker", Worker)
+        await turns()
+        Child.started[-1].ready.set_result(None)
+        await turns()
+        assert all(worker.is_open for worker in rig.workers._workers) and len(rig.workers._workers) == 2
+        assert all(child.ended.done() for child in (Child.started[0], *Child.started[2:-1]))
 
     run(work, monkeypatch)
 
@@ -186,6 +220,7 @@ def test_starts_that_fail_are_tried_again_after_longer_and_longer_pauses(monkeyp
             await sleep(0)
 
     async def work(rig: Rig) -> None:
+        monkeypatch.setattr(restarts, "_RETRY_S", 1.0)
         monkeypatch.setattr(asyncio, "sleep", sleep_at_once)
         Child.started[0].kill()
         for number in range(2, 5):
