@@ -92,14 +92,15 @@ class KVTiers:
         elif self._clock() >= state.give_up_s:
             state.is_settled = True
             return False
-        if state.job is not None and self._reading.get(state.job.blocks[0][0]) is state.job:
+        last = state.job
+        if last is not None and self._reading.get(last.blocks[0][0]) is last:
             return True
-        has_failed = state.job is not None and state.job.missed in state.keys.places
+        has_failed = last is not None and last.missed in state.keys.places
         job = None if has_failed else self._start_read(state, req, match_len(req))
         if job is None:
             state.is_settled = True
             return False
-        state.job = job
+        state.jobs.append(job)
         return True
 
     def wait(self) -> None:
@@ -161,7 +162,7 @@ class KVTiers:
     def _count(self, req: Req, state: ReqTiers, start: int, length: int, keys: list[bytes]) -> None:
         """Note where the loaded tokens of the prompt were."""
         end = min(start + length, len(req.prompt_ids))
-        read = {key for key, _ in state.job.blocks[: state.job.num_read]} if state.job is not None else set()
+        read = state.read
         for index, key in enumerate(keys, start // self._block_len):
             overlap = min((index + 1) * self._block_len, end) - max(index * self._block_len, start)
             if key in read:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ class ReqTiers:
     num_admitted: int = 0
     """Its tokens at its last admission. If it has more, the KV of all but the newest and the `num_unchecked` before it
     gave finite logits."""
-    job: ReadJob | None = None
-    """The last read that it waited for since it was last released. It may have begun for another request."""
+    jobs: list[ReadJob] = field(default_factory=list)
+    """The reads that it waited for since it was last released. They may have begun for other requests."""
     give_up_s: float | None = None
     """When it no longer waits for reads. None: it has not asked for any."""
     is_settled: bool = False
@@ -51,6 +51,16 @@ class ReqTiers:
     """Keys of files that were forgotten before it found them; None: it did not look at files."""
 
     @property
+    def job(self) -> ReadJob | None:
+        """The last read that it waited for."""
+        return self.jobs[-1] if self.jobs else None
+
+    @property
+    def read(self) -> set[bytes]:
+        """The keys of the blocks that were read for it."""
+        return {key for job in self.jobs for key, _ in job.blocks[: job.num_read]}
+
+    @property
     def awaits_files(self) -> bool:
         """Whether it stays in the queue because of a read."""
         return self.job is not None and not self.is_settled
@@ -66,7 +76,8 @@ class ReqTiers:
 
     def restart(self) -> None:
         """It waits again, after a retraction."""
-        self.job = self.give_up_s = self.expected = None
+        self.jobs = []
+        self.give_up_s = self.expected = None
         self.is_settled = False
 
     def find_end(self, tokens: Int32Array, first: int, places: Sequence[Container[bytes]]) -> int:

@@ -99,6 +99,7 @@ def test_a_read_of_later_blocks_delays_no_read_of_earlier_ones(tmp_path: Path, m
 
 
 def test_a_gap_in_host_memory_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of both reads count as from files."""
     ids = prompt(1, 41)
     keys = keys_of(ids)
     rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
@@ -114,7 +115,7 @@ def test_a_gap_in_host_memory_is_read_alone(tmp_path: Path, monkeypatch: pytest.
     assert [blocks.find(key) is None for key in keys[:3]] == [False, True, False]
     read = storage.read
     monkeypatch.setattr(storage, "read", lambda job: reads.append(job) or read(job))
-    assert ask(fresh, "c", ids) == (40, 24, 16)
+    assert ask(fresh, "c", ids) == (40, 16, 24)
     assert [[key for key, _ in job.blocks] for job in reads] == [keys[1:2], keys[3:]]
     settle(fresh)
 
