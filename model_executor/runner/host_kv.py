@@ -9,6 +9,7 @@ Their memory on a GPU is bounded, because the KV pool leaves little: of many cop
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
@@ -70,11 +71,11 @@ class HostKV:
             raise ValueError(f"{size} is less than one block of {self.block_len} tokens ({block_bytes} bytes)")
         num_tokens = self.num_blocks * self.block_len
         if not settings.has_storage and num_tokens <= kv_pool.size:
+            least = (kv_pool.size // self.block_len + 1) * block_bytes
             raise ValueError(
                 f"{size} holds {num_tokens} tokens and the KV pool {kv_pool.size}: without --hicache-storage-dir it "
                 "must be larger than the pool, because it has a copy of what the pool keeps of finished requests; set "
-                f"--hicache-size above {kv_pool.size * kv_pool.page_bytes / kv_pool.page_size / 2**30:.2f}, or a "
-                "smaller --max-total-tokens"
+                f"--hicache-size {math.ceil(least / 2**30 * 1000) / 1000:.3f} or more, or a smaller --max-total-tokens"
             )
         self._kv_pool = kv_pool
         self._uploads = uploads
