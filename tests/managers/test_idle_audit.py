@@ -227,12 +227,13 @@ def test_a_retention_in_the_middle_of_an_audit_is_no_error() -> None:
     assert slices.num_ended == 1
 
 
-def test_a_lost_pin_of_a_host_block_is_repaired_once(tmp_path: Path) -> None:
-    """Without a repair every audit would fail, and empty the cache."""
+@pytest.mark.parametrize("has_pin", [True, False])
+def test_a_lost_host_block_is_repaired_once(tmp_path: Path, has_pin: bool) -> None:
+    """Without a repair every audit would fail, and empty the cache. `has_pin`: of no owner."""
     rig, _ = idle_rig(page_size=4, host_blocks=64, storage=tmp_path)
     settle_copies(rig)
     blocks = rig.kv.tiers.blocks
-    taken = blocks.take()
+    taken = blocks.take() if has_pin else blocks._free.pop()
     pass_quiet(rig)
     assert rig.scheduler.state().num_kv_repairs == 1
     assert not blocks.is_pinned(taken) and blocks.num_free == blocks.num_blocks
