@@ -214,9 +214,9 @@ def _load_weights(runner: ModelRunner, wanted: UpdateWeightsReq) -> LoadedWeight
     """Loads weights into the runner. Raises ValueError and OSError."""
     load_format: Any = wanted.load_format
     config = load_model_config(wanted.model_path, load_format)
-    # First, because it reads the files, and after the update nothing may fail.
-    identity = kv_identity(runner.settings, config, wanted.weight_version)
     assert runner.weights is not None
+    # First, because it reads the files, and after the update nothing may fail.
+    identity = kv_identity(runner.weights.settings_for(config), config, wanted.weight_version)
     settings = runner.weights.update(config)
     return LoadedWeights(identity, _weight_facts(settings, weight_bytes(settings, config)))
 

@@ -98,8 +98,7 @@ class WeightUpdater:
         Raises ValueError and OSError for weights that cannot be used, and if the memory does not suffice. Then
         nothing has changed.
         """
-        check_same_model(self._config, config)
-        settings = self._settings_for(config)
+        settings = self.settings_for(config)
         needed, available = weight_bytes(settings, config) + _MARGIN_BYTES, self._host_memory().available
         if needed > available:
             raise ValueError(
@@ -123,8 +122,12 @@ class WeightUpdater:
         trim_heap()
         return settings
 
-    def _settings_for(self, config: ModelConfig) -> RunnerSettings:
-        """The settings with the types of the new matrices. Their file may store other types than the old one."""
+    def settings_for(self, config: ModelConfig) -> RunnerSettings:
+        """The settings with the types of the new matrices. Their file may store other types than the old one.
+
+        Raises ValueError and OSError for weights that cannot be used.
+        """
+        check_same_model(self._config, config)
         settings = self._settings
         weights = resolve_weights(
             settings.dtype, config, settings.attention_backend, settings.quantization, settings.cpu_kernels

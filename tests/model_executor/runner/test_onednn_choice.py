@@ -14,7 +14,7 @@ from runner_driver import relative_error, short_logits
 from runners import make_settings
 from tiny_models import checkpoint
 
-from tercet.managers.scheduler_process import scheduler_facts
+from tercet.managers.scheduler_process import _load_weights, scheduler_facts
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.cpu_calibration import default_tuning
 from tercet.model_executor.layers.linear import can_pack
@@ -24,6 +24,7 @@ from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.settings import RunnerSettings
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.weight_messages import UpdateWeightsReq
 
 pytestmark = pytest.mark.skipif(
     cpu_extension.load() is None or not can_pack(torch.empty(1, 1)), reason="no build of csrc/cpu, or no oneDNN"
@@ -82,6 +83,17 @@ def test_new_weights_of_another_type(settings_of: SettingsOf, tmp_path: Path) ->
         assert runner.weights is not None
         assert runner.weights.update(config).onednn == (config is wide)
         assert torch.equal(short_logits(runner), expected[config.model_path])
+
+
+def test_new_weights_have_the_kv_of_a_server_that_starts_with_them(settings_of: SettingsOf, tmp_path: Path) -> None:
+    """Only the second weights have oneDNN's linear layers."""
+    narrow, wide = checkpoint(tmp_path / "1", dtype=torch.bfloat16), checkpoint(tmp_path / "2", seed=2)
+    runner = load_runner(settings_of(narrow), narrow)
+    for config in (wide, narrow):
+        loaded = _load_weights(runner, UpdateWeightsReq(1, config.model_path, "auto", "new"))
+        own, other = settings_of(config), settings_of(config, cpu_kernels="fixed")
+        assert loaded.identity == kv_identity(own, config, "new")
+        assert (loaded.identity == kv_identity(other, config, "new")) == (config is narrow)
 
 
 def test_layers_whose_bits_depend_on_the_batch_are_not_used(
