@@ -22,6 +22,17 @@ def refuse(*_: object, **__: object) -> None:
     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
+def test_a_folder_that_is_read_only_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def temporary_file(*, dir: Path | None = None) -> FileIO:
+        if dir == tmp_path:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return FileIO(os.devnull)
+
+    monkeypatch.setattr(kv_files.tempfile, "TemporaryFile", temporary_file)
+    with pytest.raises(ValueError, match=r"--hicache-storage-dir .*: Read-only file system"):
+        KVFiles(tmp_path, 1 << 20)
+
+
 def test_a_damaged_file_is_removed_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = KVFiles(tmp_path, 1 << 20)
     for number in (1, 2):
