@@ -230,3 +230,11 @@ def test_files_of_a_clock_that_was_wrong_go_first_and_are_right_after_a_use(tmp_
         assert files.write(key(number), CONTENT, block(number))
     assert all(read(files, number) for number in (3, *range(10, 16)))
     assert len(list_folder(tmp_path).files) <= 10
+
+
+def test_a_use_by_a_server_whose_clock_is_an_hour_ahead_counts(tmp_path: Path) -> None:
+    files = KVFiles(tmp_path, 10 * FILE_SIZE)
+    assert files.write(key(1), CONTENT, block(1))
+    used_ns = use_time_ns(0) + 3600 * 10**9
+    os.utime(tmp_path / file_name(key(1)), ns=(used_ns, used_ns))
+    assert [file.used_ns for file in list_folder(tmp_path).files] == [used_ns]
