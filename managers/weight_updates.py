@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..model_executor.device.heap import trim_heap
 from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 from .kv_cache_manager import KVCacheManager
 from .request_queues import RequestQueues
@@ -36,8 +37,12 @@ class WeightUpdates:
         self._io = io
 
     def update(self, message: UpdateWeightsReq, *, is_paused: bool) -> None:
-        """Loads the weights and replies. `is_paused`: no step is in flight, and none will be planned."""
+        """Loads the weights and replies. `is_paused`: no step is in flight, and none will be planned.
+
+        Then gives the memory of the weights that are not used back to the system.
+        """
         self._io.reply(self._update(message, is_paused=is_paused))
+        trim_heap()  # not before: the error holds what was read of weights that are refused
 
     def _update(self, message: UpdateWeightsReq, *, is_paused: bool) -> UpdateWeightsReply:
         if self._load is None:

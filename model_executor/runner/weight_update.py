@@ -14,7 +14,6 @@ import torch
 from ...srt.model_files.model_config import ModelConfig
 from ..device.accelerator import Accelerator
 from ..device.dtypes import dtype_name
-from ..device.heap import trim_heap
 from ..device.memory import Memory
 from ..models.family import Model, Parameters
 from ..weights.loader import load_parameters
@@ -119,7 +118,6 @@ class WeightUpdater:
         else:
             self._overwrite(self._in_place, stored)
             self._accelerator.record_event().synchronize()
-        trim_heap()
         return settings
 
     def settings_for(self, config: ModelConfig) -> RunnerSettings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +162,24 @@ def test_an_engine_without_a_loader_refuses() -> None:
     assert isinstance(rig.scheduler._weights, WeightUpdates)
     pause(rig)
     assert "no other weights" in (update(rig).refusal or "")
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_weights_that_were_refused_leave_no_memory_to_return(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next update needs it. The error that says why they were refused holds what was read of them."""
+    read: list[weakref.ref[np.ndarray]] = []
+    left: list[object] = []
+
+    def load(message: UpdateWeightsReq) -> LoadedWeights:
+        tensor = np.zeros(8)
+        read.append(weakref.ref(tensor))
+        raise error("the last tensor has shape 3")
+
+    monkeypatch.setattr("tercet.managers.weight_updates.trim_heap", lambda: left.extend(one() for one in read))
+    caplog.set_level(logging.CRITICAL, "tercet.managers.weight_updates")  # pytest keeps errors that are logged
+    rig = Rig(load_weights=load)
+    pause(rig)
+    update(rig)
+    assert left == [None]
