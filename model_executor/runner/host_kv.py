@@ -83,8 +83,9 @@ class HostKV:
         num_bytes = self.num_blocks * block_bytes
         try:
             flat = torch.from_numpy(zeroed(num_bytes)) if accelerator is None else accelerator.pinned_exactly(num_bytes)
-        except MemoryError as error:
-            raise ValueError(f"{size} is too much for this system: {error}") from error
+        except (MemoryError, OSError) as error:  # OSError: of a limit on the address space
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"{size} is too much for this system: {reason}") from error
         self._pages = flat.view(self.num_blocks * pages_per_block, kv_pool.page_bytes)
         self._batch = _pages_of_batch(kv_pool.page_bytes)
         self._fetched: deque[tuple[torch.Tensor, Event]] = deque()

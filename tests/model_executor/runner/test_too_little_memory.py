@@ -15,7 +15,7 @@ from toy_runner import TOY, make_toy_runner
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
-from tercet.model_executor.runner import load
+from tercet.model_executor.runner import host_kv, load
 from tercet.model_executor.runner.slot_table import SlotTable
 
 TIERS = {"enable_hierarchical_cache": True, "hicache_size": 0.01}
@@ -65,6 +65,17 @@ def test_memory_that_cannot_be_page_locked_names_the_flag(monkeypatch: pytest.Mo
     use_fake(monkeypatch, accelerator)
     with pytest.raises(ValueError, match=r"--hicache-size 0\.01 is too much .* 10 MiB of host memory cannot be"):
         make_toy_runner(max_total_tokens=64, **TIERS)
+
+
+def test_host_memory_beyond_a_limit_of_the_system_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `ulimit -v`."""
+
+    def refused(num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(host_kv, "zeroed", refused)
+    with pytest.raises(ValueError, match=r"--hicache-size 0\.01 is too much for this system: Cannot allocate memory"):
+        make_toy_runner(attention_backend="torch", max_total_tokens=64, **TIERS)
 
 
 def test_torch_attention_of_a_long_prompt_that_does_not_fit_is_refused_at_the_start(
