@@ -1,4 +1,4 @@
-"""Answers that reach their maximum length within a tool call."""
+"""Tool calls that are cut, and what follows a call and is none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import pytest
 from tercet.srt.text.answer.answer_parser import AnswerFormat, join_parts, parse_answer
 from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content
 from tercet.srt.text.answer.tools import Functions
+
+CALL, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+CALLS = "<｜tool▁calls▁begin｜>" + CALL
+"""The marks of DeepSeek's models."""
 
 
 @pytest.mark.parametrize(
@@ -38,3 +42,25 @@ def test_in_a_call_that_is_not_complete_a_part_of_a_mark_is_text_of_the_model(re
     call = "<start_function_call>call:now{zone:"
     assert join_parts(parse_answer(form, call + rest)) == [*called, Content(rest)]
     assert join_parts(parse_answer(form, f"{call}<end_function_call>")) == called
+
+
+@pytest.mark.parametrize(
+    ("tools", "call", "rest"),
+    [
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"name": "no"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"name": "now", "arguments": 5}</tool_call>'),
+        ("llama3_json", '{"name": "now"}', '; {"name": "no"}'),
+        ("llama3_json", '{"name": "now"}', '; {"name": "now", "parameters": [1]}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "now"}', ', {"name": "no"}]'),
+        ("mistral", "[TOOL_CALLS]now{}", "[TOOL_CALLS]now[1]"),
+        ("deepseek_v3", f"{CALLS}now<｜tool▁sep｜>{{}}{END}", f"{CALL}no<｜tool▁sep｜>{{}}{END}"),
+        ("deepseek_v3", f"{CALLS}now<｜tool▁sep｜>{{}}{END}", f"{CALL}f<｜tool▁sep｜>now\n```json\n5\n```{END}"),
+        ("gemma", "<|tool_call>call:now{}<tool_call|>", "<|tool_call>call:no{}<tool_call|>"),
+        ("qwen3_coder", "<function=now></function>", "<tool_call><function=no></function></tool_call>"),
+        ("pythonic", "[now()", ", no()]"),
+        ("pythonic", "[now()", ", now(5)]"),
+    ],
+)
+def test_what_is_no_call_is_content_also_after_a_call(tools: str, call: str, rest: str) -> None:
+    form = AnswerFormat(tools=tools, functions=Functions({"now": None}))
+    assert parse_answer(form, call + rest) == [CallStart("now"), Arguments("{}"), Content(rest)]
