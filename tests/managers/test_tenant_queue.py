@@ -143,18 +143,28 @@ def test_who_gives_way_is_found_in_a_time_that_does_not_grow_with_the_tenants() 
     assert refused(queue, of("new", 9999)) is None
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["arrives", "leaves", "return"])), max_size=60))
 @settings(deadline=None)
-def test_the_tenant_with_the_most_places_is_known_after_any_changes(changes: list[tuple[str, bool]]) -> None:
+def test_tenants_and_the_one_with_the_most_places_are_known_after_any_changes(changes: list[tuple[str, str]]) -> None:
     weights = {"a": 2.0, "b": 0.5}
     queue = queue_of(TenantShares(weights, QUANTUM))
     waiting: list[Req] = []
-    for arrival, (tenant, arrives) in enumerate(changes):
-        if arrives:
-            queue.add(req := of(tenant, arrival))
+    running: list[Req] = []
+    for arrival, (tenant, change) in enumerate(changes):
+        if change == "arrives":
+            queue.add(req := of(tenant, arrival, num_tokens=1 + arrival))
             waiting.append(req)
+        elif change == "return":
+            queue.put_back(running)
+            waiting, running = sorted([*waiting, *running], key=lambda req: req.arrival), []
         elif waiting:
-            queue.remove(waiting.pop(len(waiting) // 2))
+            running.append(waiting.pop(len(waiting) // 2))
+            queue.remove(running[-1])
+    for name in "abcde":
+        own = [req for req in waiting if req.tenant == name]
+        kept = queue.tenants(0).get(name)
+        assert (kept is None) == (not own)
+        assert kept is None or (list(kept.reqs) == own and kept.num_tokens == sum(req.queued_tokens for req in own))
     places = {name: sum(req.tenant == name for req in waiting) / weights.get(name, 1.0) for name in "abcde"}
     for level in queue.levels():
         assert isinstance(level, TenantLevel)

@@ -46,6 +46,7 @@ def test_it_is_in_the_order_of_the_places_and_counts_its_tokens(acts: list[tuple
             running = []
         assert list(queue) == sorted(waiting, key=lambda req: req.place)
         assert len(queue) == len(waiting) and all(req in queue for req in waiting)
+        assert queue.num_tokens == sum(req.queued_tokens for req in waiting)
         assert not any(req in queue for req in running)
         for of_new in range(-3, 4):
             ahead = sum(req.queued_tokens for req in waiting if req.urgency >= of_new)
