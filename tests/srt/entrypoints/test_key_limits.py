@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fakes import FakeClock
 from tercet.srt.entrypoints.key_limits import LIMIT_HEADERS, KeyLimits, TokenBucket, name_of
@@ -219,6 +219,35 @@ def test_the_number_of_remembered_clients_is_bounded() -> None:
         for host in range(2000, 2040):
             await ask(host)
         assert len(limits) <= 40, "clients that have all of their limits are forgotten"
+        assert [await ask(2000) for _ in range(2)] == [200, 429], "the others are not"
+
+    asyncio.run(run())
+
+
+def test_a_client_is_remembered_while_its_request_runs() -> None:
+    limits = KeyLimits(1, None, FakeClock(), has_keys=False, max_clients=5)
+    statuses: list[int] = []
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def note(message: Message) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    async def ask(host: int, app: ASGIApp) -> None:
+        await limits.serve(app, {"type": "http", "client": (f"192.0.2.{host}", 1), "headers": []}, nothing, note)
+
+    async def others(scope: Scope, receive: Receive, send: Send) -> None:
+        for host in (1, 2, 3, 4, 5, 6, 0):
+            await ask(host, PlainTextResponse("done"))
+            assert len(limits) <= 5
+
+    async def run() -> None:
+        await ask(0, others)
+        assert statuses == [200] * 6 + [429]
+        for host in (1, 2):
+            await ask(host, PlainTextResponse("done"))
+        assert statuses[7:] == [200] * 2 and len(limits) <= 4
 
     asyncio.run(run())
 
