@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
+import pytest
 from breakable_http import Connection
 from fake_http import Site
+
+from tercet.srt.entrypoints.resumable import ResumableStreams
 
 
 def test_a_stream_without_a_client_counts_for_its_limit() -> None:
@@ -32,3 +36,28 @@ def test_a_stream_without_a_client_counts_for_its_limit() -> None:
 
     site.run(run())
     site.close()
+
+
+@pytest.mark.parametrize("is_endless", [True, False])
+@pytest.mark.parametrize("num_turns", [0, 1, 9])
+def test_a_stream_gives_back_its_place_and_its_memory_once(num_turns: int, is_endless: bool) -> None:
+    """However soon it is ended, even before it has begun to read its request."""
+    streams = ResumableStreams(60.0)
+    ends: list[str] = []
+
+    async def source() -> AsyncGenerator[bytes, None]:
+        yield b"data: 2\n\n"
+        if is_endless:
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        stream = streams.open("s", "", b"data: 1\n\n", source(), lambda: ends.append("s"))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        assert streams.num_held_bytes > 0
+        stream.end()
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert ends == ["s"] and streams.num_held_bytes == 0
