@@ -9,7 +9,14 @@ import pytest
 from breakable_http import Connection
 from fake_http import Site
 
-from tercet.srt.entrypoints.resumable import ResumableStreams
+from tercet.srt.entrypoints import resumable
+from tercet.srt.entrypoints.resumable import ResumableStream, ResumableStreams
+
+
+async def pause() -> None:
+    """Everything that can happen without time happens."""
+    for _ in range(9):
+        await asyncio.sleep(0)
 
 
 def test_a_stream_without_a_client_counts_for_its_limit() -> None:
@@ -56,8 +63,54 @@ def test_a_stream_gives_back_its_place_and_its_memory_once(num_turns: int, is_en
             await asyncio.sleep(0)
         assert streams.num_held_bytes > 0
         stream.end()
-        for _ in range(9):
-            await asyncio.sleep(0)
+        await pause()
 
     asyncio.run(run())
     assert ends == ["s"] and streams.num_held_bytes == 0
+
+
+async def left(streams: ResumableStreams, name: str, *, is_over: bool = False) -> ResumableStream:
+    """A stream whose client has left."""
+
+    async def source() -> AsyncGenerator[bytes, None]:
+        if not is_over:
+            await asyncio.Event().wait()
+        return
+        yield b""
+
+    stream = streams.open(name, "", b"data: 1\n\n", source(), lambda: None)
+    stream.attach(0).leave()
+    await pause()
+    return stream
+
+
+@pytest.mark.parametrize("bound", ["MAX_DETACHED", "MAX_HELD_BYTES"])
+def test_of_too_many_streams_without_a_client_an_ended_one_goes_first(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = ResumableStreams(60.0)
+
+    async def run() -> None:
+        for name in ("oldest", "ended", "newest"):
+            await left(streams, name, is_over=name == "ended")
+        monkeypatch.setattr(resumable, bound, {"MAX_DETACHED": 3, "MAX_HELD_BYTES": streams.num_held_bytes}[bound])
+        await left(streams, "ended2", is_over=True)
+        assert [name for name in ("oldest", "ended", "newest") if name in streams] == ["oldest", "newest"]
+        await left(streams, "newer")
+        assert [name for name in ("oldest", "newest", "newer") if name in streams] == ["oldest", "newest", "newer"]
+
+    asyncio.run(run())
+
+
+def test_the_grace_time_ends_when_a_client_comes_and_begins_anew_when_it_leaves() -> None:
+    streams = ResumableStreams(60.0)
+
+    async def run() -> None:
+        stream = await left(streams, "s")
+        timer = streams._detached[stream]
+        reader = stream.attach(0)
+        assert timer.cancelled() and not streams._detached
+        reader.leave()
+        assert not streams._detached[stream].cancelled()
+
+    asyncio.run(run())
