@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from fake_http import text_of
 from gated_engine import Engine, options, scenario
@@ -201,6 +202,33 @@ def test_strikes_are_forgotten_after_a_while_and_if_they_are_many(monkeypatch: p
     assert found() == [3]
     clock[0] += 10
     assert found() == []
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        {"sampling": {"sampling_seed": 77}},
+        {"sampling": {"max_new_tokens": 9}},
+        {"sampling": {"min_new_tokens": 2}},
+        {"stream": False},
+        {"priority": 3},
+        {"tenant": "other"},
+        {"waiting_timeout": 9.0},
+        {"running_timeout": 9.0},
+        {"session_id": "other"},
+        {"retention_seconds": 9.0},
+    ],
+    ids=str,
+)
+def test_who_asks_and_for_how_many_tokens_does_not_make_another_request(ignored: dict[str, Any]) -> None:
+    one = request(0)
+    sampling = msgspec.structs.replace(one.options.sampling, **ignored.get("sampling", {}))
+    again = msgspec.structs.replace(one.options, **{**ignored, "sampling": sampling})
+    assert again != one.options
+    assert strikes.digest_of(msgspec.structs.replace(one, rid="2", options=again)) == strikes.digest_of(one)
+    hotter = msgspec.structs.replace(again, sampling=msgspec.structs.replace(sampling, temperature=0.37))
+    for other in (hotter, msgspec.structs.replace(again, cache_salt="other")):
+        assert strikes.digest_of(msgspec.structs.replace(one, options=other)) != strikes.digest_of(one)
 
 
 def test_a_refusal_says_for_how_long() -> None:

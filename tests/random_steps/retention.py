@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -86,17 +86,23 @@ class RetentionBooks:
         assert done == wanted, "other prefixes were retained than requests have asked for"
         retained: set[RadixNode] = set()
         retentions: list[Retention] = []
+        tenants: Counter[str] = Counter()
         for node in reversed(nodes_of(self._cache)):  # children before their parents
             if node.retentions:
                 retained.add(node)
                 self._check_node(node, [*node.retentions])
                 retentions += node.retentions
+                for one in node.retentions:
+                    assert one.node is node, "a retention does not know where it is"
+                    tenants[one.tenant] += node.end
             if node in retained and node.parent is not None:
                 retained.add(node.parent)
         num_tokens = sum(len(node.tokens) for node in retained)
         assert num_told == self._cache.retained_size == num_tokens, f"{num_tokens} tokens are retained, not {num_told}"
         assert num_tokens <= self._max_tokens, f"{num_tokens} tokens are retained, more than {self._max_tokens}"
         assert len(retentions) == self._retentions.num_live
+        counted = {name: tenant.num_tokens for name, tenant in self._retentions._tenants.items()}
+        assert counted == tenants, f"tenants retain {tenants} tokens, and {counted} are counted"
         sessions = [one.key for one in retentions if one.key is not None]
         assert len(set(sessions)) == len(sessions), "a session has two retentions"
 
