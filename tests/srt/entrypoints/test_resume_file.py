@@ -71,6 +71,24 @@ def test_a_stream_goes_on_after_the_death_of_its_server(
     plain.close()
 
 
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_stream_that_has_ended_is_given_again_with_its_times(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    site = make_site(tmp_path / "streams", enable_metrics=True)
+
+    async def first_life() -> list[tuple[bytes, bytes]]:
+        connection = Connection(site, "POST", path, {**body, "stream": True})
+        await connection.done
+        return events_in(connection.data)
+
+    events = site.run(first_life())
+    file = kill(site, tmp_path / "streams")
+    site = make_site(file, enable_metrics=True)
+    status, data = ask(site, events[0][0].partition(b"/")[0] + b"/0")
+    assert status == 200 and events_in(data) == events
+    assert not site.scheduler.received
+    kill(site, file)
+
+
 def test_another_model_refuses_by_name(tmp_path: Path) -> None:
     file, events = begun(tmp_path / "streams")
     site = make_site(file, {**SETTINGS, "model": "other"})
