@@ -108,7 +108,8 @@ class Replay:
         self.stream_id = stream_id
         self.saved = saved
         self.is_replayed = asyncio.Event()
-        """All recorded events have been made."""
+        """All recorded events have been made, and the stream is not over. One that is over ends without its client, who
+        may have its last events already: they have no record of their own."""
         self.is_wanted = asyncio.Event()
         """A client reads the stream. Before, its samples do not run."""
 
@@ -162,9 +163,10 @@ class ReplayingReader:
         if not self._replay.is_replayed.is_set():
             batches.clear()  # they take more memory than their records
             self._num_replayed = 0
-            self._replay.is_replayed.set()
-            await self._replay.is_wanted.wait()
-            self._send()
+            if any(not sample.generation.is_over for sample in self._samples):
+                self._replay.is_replayed.set()
+                await self._replay.is_wanted.wait()
+                self._send()
         return await self._reader.next()
 
     def _restore(self, saved: SavedOut) -> bool:

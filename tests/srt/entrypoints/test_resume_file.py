@@ -89,6 +89,41 @@ def test_a_stream_that_has_ended_is_given_again_with_its_times(tmp_path: Path, p
     kill(site, file)
 
 
+@pytest.mark.parametrize("path_and_body", [BODIES[1], BODIES[4]], ids=["completions", "responses"])
+@pytest.mark.parametrize("num_missing", [0, 1, 2])
+def test_the_client_of_a_stream_that_has_ended_may_lack_only_the_end(
+    tmp_path: Path, path_and_body: tuple[str, dict[str, Any]], num_missing: int
+) -> None:
+    """No output is the cause of the last events, so none is recorded with them."""
+    path, body = path_and_body
+    site = make_site(tmp_path / "streams")
+
+    async def whole(method: str, path: str, **headers: str) -> Connection:
+        connection = Connection(site, method, path, {**body, "stream": True} if method == "POST" else None, **headers)
+        await connection.done
+        return connection
+
+    events = events_in(site.run(whole("POST", path)).data)
+    file = kill(site, tmp_path / "streams")
+    site = make_site(file)
+    last = events[-1 - num_missing][0].decode()
+    assert site.run(whole("HEAD", "/v1/streams", last_event_id=last)).status == 200
+    rest = site.run(whole("GET", "/v1/streams", last_event_id=last))
+    assert rest.status == 200 and events_in(rest.data) == events[len(events) - num_missing :]
+    kill(site, file)
+
+
+def test_the_client_of_a_long_stream_waits_until_its_events_are_there_again(tmp_path: Path) -> None:
+    """Other streams make progress while they are repeated."""
+    file, events = begun(tmp_path / "streams", num_events=80, fields={"max_tokens": 200})
+    site = make_site(file)
+    status, data = ask(site, events[-1][0])
+    assert status == 200 and len(events) == 80
+    numbers = [int(name.partition(b"/")[2]) for name, _ in events + events_in(data)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 80
+    kill(site, file)
+
+
 def test_another_model_refuses_by_name(tmp_path: Path) -> None:
     file, events = begun(tmp_path / "streams")
     site = make_site(file, {**SETTINGS, "model": "other"})
