@@ -25,7 +25,7 @@ from tercet.managers import schedule_recorder
 from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import StepInputs
 from tercet.srt import schedule_record
-from tercet.srt.io_struct import AbortReq, BatchTokenOut, GenerateReq, NextTokens, Resumed, pack_ids
+from tercet.srt.io_struct import AbortReq, BatchTokenOut, FlushCacheReq, GenerateReq, NextTokens, Resumed, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.schedule_record import Arrival, End, Record, Recording, Retain, ScheduleFile, Step
@@ -48,12 +48,13 @@ def noisy_s(seed: int) -> Callable[[StepInputs], float]:
     return seconds
 
 
-def test_tool_calls_are_recorded_and_repeated(tmp_path: Path) -> None:
+def test_tool_calls_are_recorded_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_recorder, "_MAX_ENDED", 6)  # as many as can end in one turn
     path = tmp_path / "record"
     Recorded(path, 1).run(workload(4), num_turns=50, share_of_tool_calls=0.5)
     replay = Replay(Recording(path))
     retained = [one for one in Recording(path).records() if isinstance(one, Retain)]
-    assert {one.number for one in retained} == replay.script.tool_calls and len(retained) > 5
+    assert {one.number for one in retained} == replay.script.tool_calls and len(retained) > 6
     assert sum(request.ends_in_tool_call for request in replay.requests()) == len(retained)
     assert compare(replay).difference is None
     for policy in ("value", "lru"):
@@ -118,6 +119,19 @@ def test_a_replay_decides_as_recorded(
     recorded.run(workload(seed), num_turns=20, share_of_tool_calls=share_of_tool_calls)
     found = replayed(path)
     assert found.difference is None and found.num_equal == found.num_recorded > 0
+    assert not recorded.recorder._live, "requests that have ended are forgotten"
+
+
+def test_a_replay_empties_the_cache_when_somebody_did(tmp_path: Path) -> None:
+    options = RequestOptions(sampling=SamplingParams(max_new_tokens=2, sampling_seed=1))
+    messages: dict[int, list[object]] = {
+        turn: [GenerateReq(f"r{turn}", pack_ids([*range(10, 50)]), options)] for turn in (0, 20, 40)
+    }
+    path = tmp_path / "record"
+    recorded = Recorded(path, 1)
+    recorded.run(lambda turn: messages.get(turn, [FlushCacheReq(1)] if turn == 30 else []), num_turns=60)
+    assert [step.num_tokens for step in recorded.runner.steps if step.extend_lens is not None] == [40, 1, 40]
+    assert replayed(path).difference is None
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
