@@ -166,7 +166,7 @@ def test_a_disk_that_is_full_for_a_while(
         for number in range(2, 8):
             journal.note(STREAMS[0], number, batch(number))
             journal.flush()
-            while journal._rewrite is not None:
+            while journal._rewrite is not None and number % 2:  # the others begin while a new file is being written
                 await asyncio.sleep(0.001)
         assert path.read_bytes() == before, "it is still a valid start"
         is_full = False
@@ -176,6 +176,10 @@ def test_a_disk_that_is_full_for_a_while(
         while journal._rewrite is not None:
             await asyncio.sleep(0.001)
         journal.note(STREAMS[0], 10, batch(10))
+        journal.flush()
+        written = record_file.whole_records(path.read_bytes(), journal._file.mark, record_file.RECORDS_START)
+        framed = [one if isinstance(one, int) else bytes(one.framed) for one in written]
+        assert framed == journal._records[STREAMS[0]], "each record is there at once, and once"
         journal.close()
         again = StreamJournal.open(path)
         assert found(again) == {STREAMS[0]: 10}
@@ -238,4 +242,5 @@ def test_one_key_cannot_take_all_of_the_room(
     for name in kept:
         again.forget(name)
     assert again.begin("e" * 32, request(0, "greedy"))
+    assert set(again._owners) == set(again.ids()), "what is forgotten takes no memory"
     again.close()
