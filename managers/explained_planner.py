@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ..srt import log
 from ..srt.io_struct import AbortFinish
 from .kv_cache_manager import KVCacheManager
-from .planner import PlanLimits, Planner, Proposer
+from .planner import PlanLimits, Planner
+from .proposer import Proposer
 from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
@@ -68,13 +69,13 @@ class ExplainedPlanner(Planner):
         limits: PlanLimits,
         kv: KVCacheManager,
         queues: RequestQueues,
-        propose: Proposer | None = None,
+        proposer: Proposer | None = None,
         *,
         clock: Callable[[], float],
         slow_s: float,
     ) -> None:
         """`slow_s`: the shortest wait that is explained. The others: see Planner."""
-        super().__init__(limits, kv, queues, propose, clock=clock)
+        super().__init__(limits, kv, queues, proposer, clock=clock)
         self._slow_s = slow_s
         self._clock = clock
         self._new: dict[Req, None] = {}

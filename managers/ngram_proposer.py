@@ -5,7 +5,8 @@ is prompt lookup (Saxena, "Prompt Lookup Decoding", 2023).
 
 How many drafts a step gets is decided by what they bring. Each request learns how often its drafts were right, for
 repetitions of several lengths. It also learns when it proposes none, because a guess can be compared with the tokens
-that a step without drafts returns. Those drafts are proposed that raise the expected number of tokens per second.
+that a step without drafts returns. The proposer learns how much longer a step takes with drafts. Those drafts are
+proposed that raise the expected number of tokens per second.
 """
 
 from __future__ import annotations
@@ -20,20 +21,12 @@ import numpy.typing as npt
 from ..srt.arrays import Int32Array
 from ..srt.server_args import ServerArgs
 from ..srt.settings.scheduler import MAX_VERIFIED_TOKENS
+from .draft_cost import DraftCost, choose_counts
 from .req import Req
 from .request_queues import RequestQueues
 
 MAX_MATCH = 16
 """Longer repetitions are as good as this one."""
-DRAFTS_COST = 0.1
-"""The time that drafts add to a step, however many they are, as a part of the time of a step of one token."""
-TOKEN_COST, LATE_TOKEN_COST = 0.06, 0.1
-"""The time that one more token adds, up to 8 tokens and beyond. From there on, products limit more than reading does.
-
-On two cores of Zen 5, one more of up to 9 tokens takes 0.02 (compact bfloat16) to 0.08 (4 bits), and one of up to 16
-takes 0.09 to 0.14 (docs/log.md)."""
-MIN_GAIN = 1.05
-"""A step without drafts is planned unless drafts promise so many times its tokens per second."""
 _CLASSES = (1, 2, 4, 8)
 """The longest repetition of each class of lengths; another class has the longer ones."""
 _PRIORS = (0.15, 0.3, 0.5, 0.7, 0.85)
@@ -63,15 +56,20 @@ class NgramProposer:
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
         self._histories: dict[Req, _History] = {}
+        self._cost = DraftCost()
 
-    def __call__(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Sequence[int]]:
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Sequence[int]]:
         if len(reqs) >= self._max_tokens:
             return [()] * len(reqs)
         guesses = [
             self._history(req).guess(min(limit, self._max_drafts)) for req, limit in zip(reqs, limits, strict=True)
         ]
-        counts = choose_counts([(guess.share, guess.limit) for guess in guesses], self._max_tokens - len(reqs))
+        chances = [(guess.share, guess.limit) for guess in guesses]
+        counts = choose_counts(chances, self._max_tokens - len(reqs), self._cost.factor)
         return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
+
+    def observe(self, num_reqs: int, num_tokens: int, seconds: float) -> None:
+        self._cost.observe(num_reqs, num_tokens, seconds)
 
     def forget(self, req: Req) -> None:
         self._histories.pop(req, None)
@@ -146,11 +144,6 @@ class _History:
         self._guess = []
 
 
-def step_time(num_tokens: int) -> float:
-    """The time of a decode step, as a multiple of that of one token."""
-    return 1 + TOKEN_COST * min(num_tokens - 1, 7) + LATE_TOKEN_COST * max(num_tokens - 8, 0)
-
-
 def find_repetition(ids: Int32Array) -> tuple[int, int]:
     """Find the longest repetition of the last tokens, up to MAX_MATCH, and among equals the last one.
 
@@ -172,31 +165,3 @@ def find_repetition(ids: Int32Array) -> tuple[int, int]:
             break
         ends, length = longer, length + 1
     return int(ends[-1]) + 1, length
-
-
-def choose_counts(guesses: Sequence[tuple[float, int]], num_left: int) -> list[int]:
-    """Choose how many drafts each request of a step gets, so that the expected tokens per second are most.
-
-    Args:
-        guesses: for each request, the probability that a draft is right if those before it are, and its most drafts
-        num_left: most drafts of all requests
-    """
-    base = len(guesses) / step_time(len(guesses))
-    values = []
-    for index, (share, limit) in enumerate(guesses):
-        value = share  # the probability that a draft and all before it are right
-        for _ in range(limit):
-            if value <= base * TOKEN_COST:  # it takes more time than it is worth, and so do those after it
-                break
-            values.append((value, index))
-            value *= share
-    values.sort(reverse=True)
-    counts, chosen = [0] * len(guesses), [0] * len(guesses)
-    expected, best = float(len(guesses)), base * MIN_GAIN
-    for number, (value, index) in enumerate(values[:num_left], start=len(guesses) + 1):
-        expected += value
-        counts[index] += 1
-        rate = expected / (step_time(number) + DRAFTS_COST)
-        if rate > best:
-            best, chosen = rate, counts.copy()
-    return chosen

@@ -13,6 +13,7 @@ from ..model_executor.step import FROM_DEVICE
 from .fair_policy import FairPolicy, make_policy
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend, PrefillAdder, awaits_prefix
+from .proposer import Proposer
 from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch, build_copies, build_decode, build_extend
@@ -21,10 +22,6 @@ from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
 
 MAX_HELD_BACK = 3
 """Extend steps in a row in which shorter prompts may hold the oldest unfinished one back. Then it gets half a step."""
-
-Proposer = Callable[[Sequence[Req], Sequence[int]], Sequence[Sequence[int]]]
-"""Proposes drafts for each request of a decode step: guesses of the tokens after its newest one, at most as many as the
-second argument says. With overlap, the host may not know the newest token yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +68,11 @@ class Planner:
         limits: PlanLimits,
         kv: KVCacheManager,
         queues: RequestQueues,
-        propose: Proposer | None = None,
+        proposer: Proposer | None = None,
         *,
         clock: Callable[[], float],
     ) -> None:
-        """`propose`: proposes the drafts of decode steps; None: every decode step has one token for each request.
+        """`proposer`: proposes the drafts of decode steps; None: every decode step has one token for each request.
         `clock`: that of `Req.arrived_s`."""
         self.ratio = NewTokenRatio(limits.schedule_conservativeness)
         self.num_retractions = 0
@@ -96,7 +93,7 @@ class Planner:
         self._watermark = int(limits.admission_watermark * kv.allocator.size)
         self.gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
         """The bound on token gaps, with the costs that it has learned. None: there is no bound."""
-        self._propose = propose
+        self._proposer = proposer
         self._shortage: _Shortage | None = None
         self._unshared: list[Req] = []
         self._num_decodes_due = 0
@@ -107,7 +104,7 @@ class Planner:
     @property
     def has_drafts(self) -> bool:
         """Whether decode steps may have drafts."""
-        return self._propose is not None
+        return self._proposer is not None
 
     def plan(self) -> ScheduleBatch | None:
         """The next step. None: nothing can run before the step in flight is processed."""
@@ -131,7 +128,7 @@ class Planner:
     def _ready(self) -> list[Req]:
         """The running requests that may take part in a step (see `Req.awaits_results`)."""
         running = self.queues.running
-        if self._propose is None:  # at most one token of each is in flight
+        if self._proposer is None:  # at most one token of each is in flight
             return [req for req in running if req.kv_len < req.max_kv_len and req.pending_abort is None]
         return [req for req in running if not req.awaits_results and req.pending_abort is None]
 
@@ -140,9 +137,12 @@ class Planner:
         self.queues.num_startable = 0
 
     def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
-        """The step of `batch` took so long. Drafts are no work beside which prompts are planned."""
-        if self.gap is not None and batch.reqs and not batch.inputs.verifies_drafts:
-            self.gap.observe(batch.inputs, batch.num_decodes, seconds)
+        """The step of `batch` took so long."""
+        inputs = batch.inputs
+        if self._proposer is not None and batch.reqs and (inputs.extend_lens is None or inputs.verifies_drafts):
+            self._proposer.observe(len(batch.reqs), inputs.num_tokens, seconds)
+        if self.gap is not None and batch.reqs and not inputs.verifies_drafts:  # no prompts are planned beside drafts
+            self.gap.observe(inputs, batch.num_decodes, seconds)
 
     def _share_last_extends(self) -> None:
         """Put the prompt KV of the last step into the prefix cache. The step may be in flight, but later steps run
@@ -351,10 +351,10 @@ class Planner:
     def _drafts(self, decodes: list[Req]) -> list[Sequence[int]] | None:
         """The newest token and the drafts of each request. None if there is no draft, or no room for all: drafts never
         cause a retraction."""
-        if self._propose is None:
+        if self._proposer is None:
             return None
         limits = [req.max_kv_len - req.kv_len - 1 if req.takes_drafts else 0 for req in decodes]
-        drafts = self._propose(decodes, limits)
+        drafts = self._proposer.propose(decodes, limits)
         num_new = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
         if not any(drafts) or self.kv.decode_shortfall(decodes, num_new) > 0:
             return None

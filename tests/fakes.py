@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from tercet.managers.planner import Proposer
 from tercet.managers.req import Req
 from tercet.model_executor.step import (
     FROM_DEVICE,
@@ -298,26 +297,30 @@ class FakeRunner:
         return Logprobs.concat([score(ids[:at], target, wish, self.vocab_size) for at, target in scores])
 
 
-def for_each(propose: Callable[[Req, int], Sequence[int]]) -> Proposer:
-    """A proposer that calls `propose` with each request and its limit, if it may have drafts."""
-    return lambda reqs, limits: [
-        propose(req, limit) if limit > 0 else [] for req, limit in zip(reqs, limits, strict=True)
-    ]
+class EachProposer:
+    """Calls a function with each request and its limit, if it may have drafts."""
+
+    def __init__(self, propose: Callable[[Req, int], Sequence[int]]) -> None:
+        self._propose = propose
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Sequence[int]]:
+        return [self._propose(req, limit) if limit > 0 else [] for req, limit in zip(reqs, limits, strict=True)]
+
+    def observe(self, num_reqs: int, num_tokens: int, seconds: float) -> None:
+        assert num_tokens >= num_reqs > 0 and seconds >= 0
 
 
-class FakeProposer:
+class FakeProposer(EachProposer):
     """Proposes up to `max_drafts` tokens, some of them wrong. It knows the fake model, and so every token in flight."""
 
     def __init__(self, max_drafts: int, vocab_size: int) -> None:
+        super().__init__(self._guess)
         self.max_drafts = max_drafts
         self.vocab_size = vocab_size
         self.weights = 0
         """Those of the runner."""
 
-    def __call__(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
-        return [self._propose(req, limit) for req, limit in zip(reqs, limits, strict=True)]
-
-    def _propose(self, req: Req, limit: int) -> list[int]:
+    def _guess(self, req: Req, limit: int) -> list[int]:
         known = req.token_ids().tolist()
         num_in_flight = max(req.kv_len + 1 - len(known), 0)
         seed = req.sampling.sampling_seed

@@ -44,6 +44,7 @@ TESTED_IN = {
     "managers.engine_runner": "managers/test_schedule_recorder.py",
     "managers.grammar": "managers/test_token_masks.py",
     "managers.grammar_worker": "srt/entrypoints/test_grammar_process.py",
+    "managers.proposer": "managers/test_drafts.py",
     "managers.req": "managers/test_batch_result.py",
     "managers.req_factory": "managers/test_scheduler.py",
     "managers.schedule_batch": "managers/test_batch_result.py",

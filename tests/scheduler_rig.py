@@ -16,8 +16,9 @@ from fakes import FakeClock, FakeInbox, FakeOutbox, FakeProposer, FakeRunner
 from tercet.managers.explained_planner import ExplainedPlanner
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
-from tercet.managers.planner import PlanLimits, Planner, Proposer
+from tercet.managers.planner import PlanLimits, Planner
 from tercet.managers.profiling import StartTrace
+from tercet.managers.proposer import Proposer
 from tercet.managers.req_factory import ReqFactory
 from tercet.managers.request_queues import RequestQueues
 from tercet.managers.scheduler import InFlight, Scheduler
@@ -96,7 +97,7 @@ class Rig:
         threads: bool = False,
         max_grammars: int = 64,
         max_drafts: int = 0,
-        propose: Proposer | None = None,
+        proposer: Proposer | None = None,
         tenant_weights: dict[str, float] | None = None,
         make_runner: Callable[[], Runner] | None = None,
         explain_s: float | None = None,
@@ -109,7 +110,7 @@ class Rig:
         max_retained_share: float = 0.5,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
-        `propose`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
+        `proposer`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
         pages in host memory; 0: no tiers. `storage`: the folder of KV files."""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
@@ -154,13 +155,13 @@ class Rig:
             joins_forced_tokens=joins_forced,
             tenant_weights=tenant_weights,
         )
-        if propose is None and max_drafts:
-            propose = FakeProposer(max_drafts, vocab_size)
+        if proposer is None and max_drafts:
+            proposer = FakeProposer(max_drafts, vocab_size)
         queues = RequestQueues(max_queued)
         if explain_s is None:
-            self.planner = Planner(limits, self.kv, queues, propose, clock=self.clock)
+            self.planner = Planner(limits, self.kv, queues, proposer, clock=self.clock)
         else:
-            self.planner = ExplainedPlanner(limits, self.kv, queues, propose, clock=self.clock, slow_s=explain_s)
+            self.planner = ExplainedPlanner(limits, self.kv, queues, proposer, clock=self.clock, slow_s=explain_s)
         self.scheduler = Scheduler(
             self.planner,
             self.runner,

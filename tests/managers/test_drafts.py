@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kv_makers import admit, extend, i32, make_kv, make_req
 from scheduler_rig import Rig
 
-from fakes import FakeClock, expected_output, for_each
+from fakes import EachProposer, FakeClock, expected_output
 from tercet.managers.planner import PlanLimits, Planner
 from tercet.managers.req import Req
 from tercet.managers.request_queues import RequestQueues
@@ -26,7 +26,7 @@ PAGES = pytest.mark.parametrize("page_size", [1, 16])
 
 def right_drafts(num_drafts: int):
     """A proposer that is always right, for a scheduler without overlap."""
-    return for_each(lambda req, limit: right_draft(req, min(num_drafts, limit)))
+    return EachProposer(lambda req, limit: right_draft(req, min(num_drafts, limit)))
 
 
 def right_draft(req: Req, length: int) -> list[int]:
@@ -38,7 +38,7 @@ def right_draft(req: Req, length: int) -> list[int]:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_step_returns_as_many_tokens_as_it_has_right_drafts_and_one_more(page_size: int) -> None:
-    rig = Rig(page_size=page_size, overlap=False, propose=right_drafts(3))
+    rig = Rig(page_size=page_size, overlap=False, proposer=right_drafts(3))
     rig.add("r", [1, 2, 3], max_new_tokens=20)
     rig.run()
     assert rig.heard["r"].ids == expected_output([1, 2, 3], 1, 20, 97)
@@ -48,7 +48,7 @@ def test_a_step_returns_as_many_tokens_as_it_has_right_drafts_and_one_more(page_
 
 def test_no_step_computes_positions_after_the_last_token() -> None:
     """Its table has no column for them: the request fills the context."""
-    rig = Rig(context_len=32, pool_size=32, overlap=False, propose=right_drafts(50))
+    rig = Rig(context_len=32, pool_size=32, overlap=False, proposer=right_drafts(50))
     rig.add("r", [1] * 12, max_new_tokens=20)
     rig.run()
     assert rig.heard["r"].ids == expected_output([1] * 12, 1, 20, 97)
@@ -56,9 +56,8 @@ def test_no_step_computes_positions_after_the_last_token() -> None:
 
 
 def test_a_request_without_drafts_decodes_beside_one_that_has_some() -> None:
-    rig = Rig(
-        overlap=False, propose=for_each(lambda req, limit: right_draft(req, min(3, limit)) if req.rid == "fast" else [])
-    )
+    proposer = EachProposer(lambda req, limit: right_draft(req, min(3, limit)) if req.rid == "fast" else [])
+    rig = Rig(overlap=False, proposer=proposer)
     for rid in ("fast", "slow"):
         rig.add(rid, [ord(rid[0]) % 90] * 5, max_new_tokens=9)
     rig.run()
@@ -70,7 +69,7 @@ def test_a_request_without_drafts_decodes_beside_one_that_has_some() -> None:
 
 
 def test_with_overlap_a_request_waits_until_its_drafts_are_verified() -> None:
-    rig = Rig(propose=for_each(lambda req, limit: [0] * min(2, limit)))
+    rig = Rig(proposer=EachProposer(lambda req, limit: [0] * min(2, limit)))
     rig.add("r", [1, 2, 3], max_new_tokens=6)
     seen = []
     for _ in range(20):
@@ -85,7 +84,7 @@ def test_drafts_retract_nobody(pool_size: int, num_tokens: int) -> None:
     """Two requests have 10 tokens each in the pool. Their drafts need 8 more, and their newest tokens need 2."""
     kv, queues = make_kv(1, pool_size, radix=False), RequestQueues()
     limits = PlanLimits(max_prefill_tokens=64, chunked_prefill_size=64)
-    planner = Planner(limits, kv, queues, for_each(lambda req, limit: [0] * min(4, limit)), clock=FakeClock())
+    planner = Planner(limits, kv, queues, EachProposer(lambda req, limit: [0] * min(4, limit)), clock=FakeClock())
     for arrival in range(2):
         req = make_req(range(11), arrival, max_new_tokens=10)
         queues.add(req)
@@ -180,7 +179,7 @@ def test_the_books_add_up_after_any_growth_and_truncation(page_size: int, moves:
 
 def test_wrong_drafts_leave_nothing_in_the_cache() -> None:
     """The next request begins with them: it must not find their KV, which was computed for another continuation."""
-    rig = Rig(overlap=False, propose=for_each(lambda req, limit: [96] * min(4, limit)))
+    rig = Rig(overlap=False, proposer=EachProposer(lambda req, limit: [96] * min(4, limit)))
     rig.add("r", [1, 2, 3], max_new_tokens=3)
     rig.run()
     first, second, _ = expected_output([1, 2, 3], 1, 3, 97)
@@ -192,7 +191,7 @@ def test_wrong_drafts_leave_nothing_in_the_cache() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_that_is_aborted_with_drafts_in_flight_gives_back_their_kv(overlap: bool) -> None:
-    rig = Rig(overlap=overlap, propose=for_each(lambda req, limit: [96] * min(4, limit)))
+    rig = Rig(overlap=overlap, proposer=EachProposer(lambda req, limit: [96] * min(4, limit)))
     rig.add("r", [1, 2, 3], max_new_tokens=30)
     for _ in range(2):
         rig.turn()
@@ -205,7 +204,7 @@ def test_a_request_that_is_aborted_with_drafts_in_flight_gives_back_their_kv(ove
 
 
 def test_the_throughput_counts_the_tokens_of_a_step_and_not_its_requests(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(overlap=False, decode_log_interval=5, propose=right_drafts(3))
+    rig = Rig(overlap=False, decode_log_interval=5, proposer=right_drafts(3))
     rig.add("r", [1, 2, 3], max_new_tokens=120)
     rates = []
     with caplog.at_level(logging.INFO):

@@ -55,4 +55,4 @@ def test_tokens_and_log_probabilities_are_the_same_in_fewer_steps(dtype: str) ->
     assert num_drafted_steps < num_steps - 10
     speculation = engine.scheduler.state().speculation
     assert speculation is not None and speculation.accept_rate > 0.4
-    assert not engine.scheduler.planner._propose._histories  # type: ignore[union-attr]
+    assert not engine.scheduler.planner._proposer._histories  # type: ignore[union-attr]

@@ -123,12 +123,12 @@ def draw_schedule(seed):
     return options, requests
 
 
-def play(runners, options, requests, overlap, propose=None):
+def play(runners, options, requests, overlap, proposer=None):
     """(heard by request, state of the scheduler at the end)"""
 
     rig = Rig(
         overlap=overlap,
-        propose=propose,
+        proposer=proposer,
         eos_ids=EOS_IDS,
         vocab_size=VOCAB_SIZE,
         context_len=CONTEXT_LEN,
@@ -192,8 +192,11 @@ class Oracle:
         self._heard = heard
         self._rng = np.random.default_rng(seed)
 
-    def __call__(self, reqs, limits):
+    def propose(self, reqs, limits):
         return [self._of(req, limit) for req, limit in zip(reqs, limits, strict=True)]
+
+    def observe(self, num_reqs, num_tokens, seconds):
+        pass
 
     def _of(self, req, limit):
         start = len(req.output_ids)
@@ -213,13 +216,13 @@ def test_drafts_change_no_token(runners, recorded, monkeypatch):
         ]
         plain, _ = play(runners, options, requests, overlap=False)
         ngrams, oracle = NgramProposer(max_drafts=5, max_tokens=16), Oracle(plain, seed)
-        for propose in (ngrams, oracle):
-            drafted, state = play(drafting, options, requests, overlap=False, propose=propose)
+        for proposer in (ngrams, oracle):
+            drafted, state = play(drafting, options, requests, overlap=False, proposer=proposer)
             try:
                 same_streams(plain, drafted, requests)
                 same_logprobs(plain, drafted)
             except AssertionError as error:
-                raise AssertionError(f"schedule {seed}, {propose}") from error
+                raise AssertionError(f"schedule {seed}, {proposer}") from error
             seen["verifications"] += state.speculation.num_verifications
             seen["drafts"] += state.speculation.num_drafts
             seen["accepted"] += state.speculation.num_accepted_drafts

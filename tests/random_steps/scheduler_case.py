@@ -174,8 +174,8 @@ class SchedulerCase:
 
     def _use_weights(self, version: int) -> None:
         self._weights = self._rig.runner.weights = version
-        if isinstance(self._rig.planner._propose, FakeProposer):
-            self._rig.planner._propose.weights = version
+        if isinstance(self._rig.planner._proposer, FakeProposer):
+            self._rig.planner._proposer.weights = version
 
     def _check_matches(self) -> None:
         """An admission finds what the policies count as cached, in all tiers."""
