@@ -62,7 +62,8 @@ class NgramProposer:
         if len(reqs) >= self._max_tokens:
             return [()] * len(reqs)
         guesses = [
-            self._history(req).guess(min(limit, self._max_drafts)) for req, limit in zip(reqs, limits, strict=True)
+            self._history(req).guess(min(limit, self._max_drafts)) if limit > 0 else _NO_GUESS
+            for req, limit in zip(reqs, limits, strict=True)
         ]
         chances = [(guess.share, guess.limit) for guess in guesses]
         counts = choose_counts(chances, self._max_tokens - len(reqs), self._cost.factor)
@@ -91,6 +92,9 @@ class Guess(NamedTuple):
     """The share of such guesses that were right, each if those before it were."""
     limit: int
     """The most of them that may be proposed."""
+
+
+_NO_GUESS = Guess([], 0.0, 0)
 
 
 class _History:
@@ -125,7 +129,7 @@ class _History:
         start, length = find_repetition(self._ids[: self._len])
         if not length:
             self._guess = []
-            return Guess([], 0.0, 0)
+            return _NO_GUESS
         # One more than may be proposed, to compare with the token after all drafts. A repetition that reaches its own
         # beginning goes on in circles.
         self._guess = self._ids[start + np.arange(self._max_drafts + 1) % (self._len - start)].tolist()
