@@ -9,6 +9,7 @@ from tiny_models import make_model, save
 
 from tercet.benchmarks import bench_speculation
 from tercet.benchmarks.bench_speculation import Case
+from tercet.managers.draft_cost import DraftCost
 from tercet.model_executor import cpu_extension
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build o
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A tiny model whose tokens are bytes."""
+    """A tiny model whose tokens are bytes. The time of its steps has no influence on the number of drafts."""
+    monkeypatch.setattr(DraftCost, "observe", lambda *_: None)
     monkeypatch.setattr(bench_speculation, "load_tokenizer", lambda path: bytes_only())
     path = save(make_model("llama"), tmp_path / "model")
     small = ["--batch-size", "1,3", "--prompt-len", "30", "--output-len", "24", "--rounds", "2", "--device", "cpu"]
