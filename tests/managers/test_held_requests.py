@@ -101,6 +101,15 @@ async def test_the_next_deadline_is_watched_when_one_has_ended(engine: Engine) -
 
 
 @scenario
+async def test_the_first_deadline_of_requests_that_come_during_a_restart_is_watched(engine: Engine) -> None:
+    with_clock(engine)
+    engine.die(None)
+    for limit_s, watched_s in ((5.0, 105.0), (9.0, 105.0), (2.0, 102.0)):
+        await submit(engine, waiting_timeout=limit_s)
+        assert engine.manager._held._timer_at == watched_s
+
+
+@scenario
 async def test_the_scheduler_learns_how_long_a_request_has_waited(engine: Engine) -> None:
     clock = with_clock(engine)
     samples = [await submit(engine, waiting_timeout=60.0), await submit(engine)]

@@ -34,6 +34,12 @@ def test_a_part_of_the_mark_that_ends_a_call_is_no_content(tools: str, call: str
     assert join_parts(parse_answer(form, f"{call}<ok>")) == [*called, Content("<ok>")]
 
 
+def test_a_part_of_the_mark_of_a_parameter_is_no_content() -> None:
+    form = AnswerFormat(tools="qwen3_coder", functions=Functions({"now": None}))
+    for length in range(1, len("<parameter=") + 1):
+        assert parse_answer(form, "<function=now>\n" + "<parameter="[:length]) == [CallStart("now"), Arguments("{")]
+
+
 @pytest.mark.parametrize("rest", ["<", "<e", "<es", "<end_function_cal", "<other"])
 def test_in_a_call_that_is_not_complete_a_part_of_a_mark_is_text_of_the_model(rest: str) -> None:
     """It may be a part of a quotation mark, too. A mark that is complete is left out."""

@@ -36,6 +36,9 @@ def value_of(schema: Any, written: str) -> Any:
         ({"type": ["string", "integer"]}, "1.50", "1.50"),
         ({"type": ["string", "integer"]}, "15", 15),
         ({"type": ["string", "number"]}, "1.50", 1.5),
+        ({"type": ["string", "number"]}, "15", 15),
+        ({"type": ["string", "array"]}, "[1]", [1]),
+        ({"type": ["string", "object"]}, '{"a": 1}', {"a": 1}),
         ({"oneOf": [{"type": "string"}, {"type": ["array", "boolean"]}]}, "true", True),
         ({"oneOf": [{"type": "string"}, {"type": ["array", "boolean"]}]}, "{}", "{}"),
         ({"anyOf": [{"type": "string"}, {}]}, "15", 15),
@@ -49,6 +52,8 @@ def value_of(schema: Any, written: str) -> Any:
         ({"type": "integer"}, "many", "many"),
         ({"type": ["string", 1]}, "15", 15),
         ({}, "15", 15),
+        ({}, " False ", False),
+        ({}, " no ", " no "),
         (True, "15", 15),
     ],
 )
