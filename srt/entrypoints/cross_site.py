@@ -115,12 +115,14 @@ class Cors(CORSMiddleware):
 def cors_settings(allowed_origins: Sequence[str]) -> dict[str, Any]:
     """Arguments of `Cors` for pages of these origins.
 
-    Pages may send any header, such as `Authorization`, but never the user's cookies.
+    Pages may send any header, such as `Authorization`, but never the user's cookies. Some browsers ask whether a page
+    of the internet may use a private address.
     """
     return {
         "allow_origins": list(allowed_origins),
         "allow_methods": ["GET", "POST", "PUT"],
         "allow_headers": ["*"],
+        "allow_private_network": True,
         "expose_headers": ["Retry-After", "x-request-id", "x-stream-id", *LIMIT_HEADERS],
     }
 

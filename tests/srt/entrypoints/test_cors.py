@@ -44,6 +44,13 @@ def test_an_allowed_page_may_send_and_read(open_site: Site) -> None:
             assert "access-control-allow-credentials" not in answer.headers
 
 
+def test_an_allowed_page_of_the_internet_may_use_a_server_on_a_private_address(open_site: Site) -> None:
+    """Versions of Chrome ask this in their question about the request itself. Without a yes, they send no request."""
+    asks = {"origin": PAGE, **ASKS, "access-control-request-private-network": "true"}
+    asked = open_site.request("OPTIONS", "/generate", headers=asks)
+    assert asked.status_code == 200 and asked.headers["access-control-allow-private-network"] == "true"
+
+
 def test_an_allowed_page_may_read_every_header_of_an_answer() -> None:
     for site in site_for({"allowed_origins": PAGE, "requests_per_minute_per_key": 9, "resume_grace": 5.0}):
         answer = site.post("/generate", {**BODY, "stream": True}, headers={"origin": PAGE})
