@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Container
 from enum import Enum, auto
+from typing import Any
 
 from .answer_text import AnswerText, Reading
 
@@ -162,9 +163,18 @@ def _object_in(value: str) -> str | None:
         text = json.loads(value)
         if text is None:
             return "{}"
-        return without_surrogates(text) if isinstance(text, str) and isinstance(json.loads(text), dict) else None
+        return without_surrogates(text) if isinstance(text, str) and isinstance(strict_loads(text), dict) else None
     except (ValueError, RecursionError):
         return None
+
+
+def strict_loads(text: str) -> Any:
+    """The value of JSON text. Python would also read NaN and Infinity, which are no JSON. Raises ValueError."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def read_call(answer: AnswerText, names: Container[str]) -> Reading[bool]:

@@ -5,11 +5,10 @@ A value is text without quotes. The schema of the function says whether it is a 
 
 from __future__ import annotations
 
-import json
 import re
 
 from .answer_text import AnswerText, Reading, marks_of
-from .json_reader import json_string
+from .json_reader import json_string, strict_loads
 from .tools import Functions
 
 START = "<tool_call>"
@@ -98,13 +97,9 @@ def as_json(text: str, kinds: frozenset[str] = frozenset()) -> str:
     """
     written = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
-        value = json.loads(written, parse_constant=_refuse)
+        value = strict_loads(written)
     except (ValueError, RecursionError):
         return f'"{json_string(text)}"'
     if "string" in kinds and kinds.isdisjoint(_KINDS[type(value)]):
         return f'"{json_string(text)}"'
     return written.strip()
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

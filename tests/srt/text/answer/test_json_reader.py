@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,3 +86,10 @@ def test_a_backslash_that_begins_no_escape_is_one_of_the_text(text: str) -> None
 def test_a_call_with_another_key_is_json_or_there_is_no_call(written: str) -> None:
     call = f'{{"name": "now", "more": {written}}}</tool_call>'
     assert arguments_of(f"<tool_call>{call}") == (None if decoded(call) is None else "{}")
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_string_of_arguments_has_json_and_no_constants_of_python(constant: str) -> None:
+    written = json.dumps(f'{{"x": {constant}}}')
+    assert arguments_of(f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>') is None
+    assert arguments_of(f'<tool_call>{{"arguments": {written}, "name": "now"}}</tool_call>') is None
