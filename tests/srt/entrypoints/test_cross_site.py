@@ -85,9 +85,9 @@ def test_a_get_with_an_effect_is_refused_to_a_browser_that_names_no_site(path: s
     site.close()
 
 
-@pytest.fixture
-def local() -> Iterator[Site]:
-    site = Site(host="127.0.0.1")
+@pytest.fixture(params=["127.0.0.1", "::1", "LocalHost"])
+def local(request: pytest.FixtureRequest) -> Iterator[Site]:
+    site = Site(host=request.param)
     yield site
     site.close()
 
@@ -125,6 +125,7 @@ def test_own_names_and_addresses_are_not(local: Site, host: str) -> None:
     [
         ({"host": "0.0.0.0"}, "gpu-box.example"),
         ({"host": "::"}, "gpu-box.example"),
+        ({"host": "gpu-box"}, "gpu-box.example"),
         ({"host": "127.0.0.1", "api_key": "k"}, "proxy.example"),
     ],
 )
