@@ -31,7 +31,7 @@ class Functions:
 
     def kinds(self, name: str, parameter: str) -> frozenset[str]:
         """The types that the schema allows for a parameter, in JSON Schema's names; empty if it does not say."""
-        return _kinds(self._parameter(name, parameter))
+        return _kinds(self._parameter(name, parameter), self.schema(name))
 
     def _parameter(self, name: str, parameter: str) -> Mapping[str, Any]:
         """The schema of a parameter; empty if there is none."""
@@ -40,18 +40,26 @@ class Functions:
         return schema if isinstance(schema, Mapping) else {}
 
 
-def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types of a schema: `type` is one or a list of them, and `anyOf` and `oneOf` have alternatives.
+def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+    """The types of a schema: `type` is one or a list of them, and `anyOf` and `oneOf` have alternatives. `$ref` names
+    another part of the whole schema, `root`.
 
     There is no recursion, because a client chooses the depth.
     """
     kinds: set[str] = set()
+    followed: set[str] = set()
     alternatives: list[Any] = [schema]
     while alternatives:
         one = alternatives.pop()
         if not isinstance(one, Mapping):
             return frozenset()
         kind = one.get("type")
+        ref = one.get("$ref")
+        if kind is None and isinstance(ref, str):
+            if ref not in followed:  # it may lead back to itself
+                followed.add(ref)
+                alternatives.append(_part(root, ref))
+            continue
         if kind is None:
             further = one.get("anyOf", one.get("oneOf"))
             if not isinstance(further, list) or not further:
@@ -63,3 +71,11 @@ def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
             return frozenset()
         kinds.update(named)
     return frozenset(kinds)
+
+
+def _part(root: Mapping[str, Any], ref: str) -> Any:
+    """The part of a schema that a `$ref` such as `#/$defs/Day` names; None if there is none."""
+    part: Any = root
+    for key in ref.removeprefix("#/").split("/"):
+        part = part.get(key) if isinstance(part, Mapping) else None
+    return part

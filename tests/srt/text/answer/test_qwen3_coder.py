@@ -15,8 +15,15 @@ OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 """As pydantic writes `str | None`."""
 
 
+DEFINITIONS = {
+    "Year": {"type": "string", "enum": ["2024", "2025"]},
+    "Day": {"anyOf": [{"$ref": "#/$defs/Year"}, {"type": "boolean"}]},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}]},
+}
+
+
 def value_of(schema: Any, written: str) -> Any:
-    functions = Functions({"f": {"properties": {"x": schema}}})
+    functions = Functions({"f": {"properties": {"x": schema}, "$defs": DEFINITIONS}})
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
     parts = parse_answer(AnswerFormat(tools="qwen3_coder", functions=functions), text)
     return json.loads("".join(part.text for part in parts if isinstance(part, Arguments)))["x"]
@@ -47,6 +54,13 @@ def value_of(schema: Any, written: str) -> Any:
         ({"anyOf": [{"type": "string"}, True]}, "15", 15),
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Other"}]}, "15", 15),
         ({"anyOf": [{"type": "string"}]}, '"15"', "15"),
+        ({"$ref": "#/$defs/Year"}, "2024", "2024"),
+        ({"$ref": "#/$defs/Year"}, '"2024"', "2024"),
+        ({"$ref": "#/$defs/Day"}, "true", True),
+        ({"$ref": "#/$defs/Day"}, "2024", "2024"),
+        ({"$ref": "#/$defs/Loop"}, "15", "15"),
+        ({"$ref": "#/$defs/Year/enum/0"}, "15", 15),
+        ({"$ref": 1}, "15", 15),
         ({"type": "string"}, '"15"', '"15"'),
         ({"type": "integer"}, "15", 15),
         ({"type": "integer"}, "many", "many"),
