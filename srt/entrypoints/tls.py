@@ -31,11 +31,15 @@ def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password)
     except (OSError, ValueError) as error:
-        if is_asked:
+        # OpenSSL's KEY_VALUES_MISMATCH or KEY_TYPE_MISMATCH. Then a password has been accepted.
+        is_other_key = (getattr(error, "reason", None) or "").startswith("KEY_")
+        if is_asked and not is_other_key:
             wrong = "is missing" if args.ssl_keyfile_password is None else "does not fit"
             raise ValueError(f"the private key is encrypted, and --ssl-keyfile-password {wrong}") from error
         reason = getattr(error, "strerror", None) or str(error)
-        if "PEM lib" in reason:
+        if is_other_key:
+            reason = "the private key is not that of the certificate"
+        elif "PEM lib" in reason:
             hint = "; --ssl-keyfile names the file of the key" if args.ssl_keyfile is None else ""
             reason = f"no certificate or no private key in PEM form{hint}"
         raise ValueError(f"{flag}: cannot load {path}: {reason}") from error

@@ -55,7 +55,11 @@ def args(certs: Path, **files: str) -> ServerArgs:
         ({"ssl_certfile": "gone.pem"}, "--ssl-certfile: cannot load .*gone.pem: No such file or directory"),
         ({"ssl_certfile": "server.pem"}, "no private key in PEM form; --ssl-keyfile names the file of the key"),
         ({"ssl_certfile": "server.key", "ssl_keyfile": "server.key"}, "--ssl-certfile and --ssl-keyfile: cannot load "),
-        ({"ssl_certfile": "server.pem", "ssl_keyfile": "client.key"}, "cannot load "),
+        ({"ssl_certfile": "server.pem", "ssl_keyfile": "client.key"}, "the private key is not that of the certificate"),
+        (
+            {"ssl_certfile": "client.pem", "ssl_keyfile": "locked.key", "ssl_keyfile_password": PASSWORD},
+            "the private key is not that of the certificate",
+        ),
         ({"ssl_certfile": "server.pem", "ssl_keyfile": "locked.key"}, "--ssl-keyfile-password is missing"),
         (
             {"ssl_certfile": "server.pem", "ssl_keyfile": "locked.key", "ssl_keyfile_password": "wrong"},
