@@ -53,7 +53,8 @@ class Storage(KVStorage):
         return done
 
 
-def test_blocks_are_written_and_read_into_other_blocks(tmp_path: Path) -> None:
+def test_blocks_are_written_and_read_into_other_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 100 * PATIENCE_S)  # so only what is asked wakes the thread
     storage = Storage(tmp_path)
     for number in range(3):
         storage.write(job(number))
@@ -277,6 +278,7 @@ def test_it_lists_the_files_and_then_what_comes_and_goes(tmp_path: Path, monkeyp
 def test_a_file_that_does_not_say_what_its_key_stands_for_has_not_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 100 * PATIENCE_S)  # so only what is asked wakes the thread
     storage, jobs, asked = Storage(tmp_path), [true_job(number) for number in range(2)], threading.Event()
     storage.write(jobs[0])
     storage.ended(1)

@@ -267,7 +267,7 @@ REASONED: list[tuple[str, str, bool, str, str]] = [
     ("deepseek-r1", f"<think>\n{THINK}\n</think>\n\nHi", True, THINK, "Hi"),
     ("deepseek-r1", f"{THINK} </thi", True, f"{THINK} </thi", ""),
     ("qwen3", f"<think>\n{THINK}\n</think>\n\nHi", False, THINK, "Hi"),
-    ("qwen3", "<think>\n\n</think>\n\nHi", False, "", "Hi"),
+    ("qwen3", "\n<think>\n\n</think>\n\nHi", False, "", "Hi"),
     ("qwen3", "Hi <think> there", False, "", "Hi <think> there"),
     ("qwen3", " Hi", False, "", " Hi"),
     ("mistral", f"[THINK]{THINK}[/THINK]Hi", False, THINK, "Hi"),
