@@ -163,7 +163,7 @@ def test_close_writes_what_is_queued_but_not_for_ever(tmp_path: Path, monkeypatc
     assert not stuck._thread.is_alive() and written == [key(0)]
 
 
-def test_close_reads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_the_last_write_and_reads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
     started, may_go = threading.Event(), threading.Event()
     write, wait_for = storage.files.write, storage._changed.wait_for
@@ -171,7 +171,8 @@ def test_close_reads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def slow(*args: object) -> bool:
         started.set()
         assert may_go.wait(PATIENCE_S)
-        return write(*args)
+        with storage._changed:  # `close` has it until it waits
+            return write(*args)
 
     def wait_for_the_thread(*args: object) -> object:
         may_go.set()
@@ -185,8 +186,9 @@ def test_close_reads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     storage.read(ReadJob([(key(0), 5)], deadline_s=1.0))
     monkeypatch.setattr(storage._changed, "wait_for", wait_for_the_thread)
     storage.close(PATIENCE_S)
+    assert all(one.is_written for one in writes)
     storage._thread.join(PATIENCE_S)
-    assert list(storage._done) == writes and all(one.is_written for one in writes)
+    assert list(storage._done) == writes
 
 
 def test_a_busy_server_sees_the_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
