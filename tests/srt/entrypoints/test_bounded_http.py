@@ -121,8 +121,8 @@ def test_requests_and_answers(host: Host) -> None:
         host.settle()
     protocol.data_received(CHUNKED + b"3;note=x\r\nabc\r\n0\r\nchecksum: 1\r\n\r\n")
     host.settle()
-    assert transport.statuses == [200] * 4 and host.bodies[3] == b"abc"
-    assert not transport.closed and not transport.ended
+    assert transport.statuses == [200] * 4 and [len(one) for one in host.headers] == [MAX_HEADERS] * 3 + [2]
+    assert host.bodies[3] == b"abc" and not transport.closed and not transport.ended
 
 
 @pytest.mark.parametrize("keep_alive", [b"", b"Connection: keep-alive\r\n"])
@@ -233,13 +233,13 @@ def test_an_answer_before_the_body_ends_the_connection(runner: asyncio.Runner, v
     """As 401 and 413 are. What is still on its way is thrown away for a while, so that the client can read it."""
     host = Host(runner, reads=False)
     protocol, transport = host.connect()
-    protocol.data_received(b"POST /x HTTP/%s\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n" % version)
+    protocol.data_received(b"POST /x HTTP/%s\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" % version + b"x" * READ)
+    assert transport.paused
     host.settle()
-    assert transport.statuses == [200] and transport.ended and not transport.closed
+    assert transport.statuses == [200] and transport.ended and not transport.closed and not transport.paused
     for _ in range(50):
         protocol.data_received(b"x" * READ)
-    assert not transport.closed
-    assert len(protocol.cycle.body) == 0
+    assert not transport.closed and len(protocol.cycle.body) == READ
     host.clock.advance(BoundedHttpProtocol.DISCARD_S + 0.1)
     assert transport.aborted
 
