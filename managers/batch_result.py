@@ -42,8 +42,9 @@ class ResultProcessor:
         rows, put = output.rows(), self._io.put
         new = self._io.next_tokens
         add_rid, add_id = new.rids.append, new.token_ids.append
-        if batch.inputs.verifies_drafts:
-            self._free_rejected(batch, rows)
+        num_drafts = batch.num_drafts
+        if num_drafts is not None:
+            self._free_rejected(batch.sampled, num_drafts, rows)
         if output.logprobs or batch.scored:
             _keep_logprobs(batch, output)
         if batch.pooled or batch.shown:
@@ -74,17 +75,16 @@ class ResultProcessor:
                 put(req.take_output())
         self._metrics.on_result(_num_output_tokens(batch.sampled) - num_known)
 
-    def _free_rejected(self, batch: ScheduleBatch, rows: Sequence[Sequence[int]]) -> None:
+    def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Frees the KV of rejected drafts. Must be called before any KV of these requests enters the cache.
 
         A step with d drafts returns a <= d + 1 tokens. The newest token and the first a - 1 drafts were right, so the
         KV of the last d + 1 - a positions is of wrong tokens.
         """
-        assert batch.inputs.extend_lens is not None
-        for req, length, tokens in zip(batch.sampled, batch.inputs.extend_lens.tolist(), rows, strict=True):
-            if length > 1:
-                self._metrics.on_verified(length - 1, len(tokens) - 1)
-            num_rejected = length - len(tokens)
+        for req, num, tokens in zip(reqs, num_drafts, rows, strict=True):
+            if num:
+                self._metrics.on_verified(num, len(tokens) - 1)
+            num_rejected = num + 1 - len(tokens)
             assert num_rejected >= 0, "a step returned more tokens than it computed"
             if num_rejected and req.row:
                 self._kv.truncate(req, req.kv_len - num_rejected)

@@ -45,6 +45,14 @@ class ScheduleBatch:
     shown: list[Req] = field(default_factory=list)
     """The request of each of `inputs.hidden_states`."""
 
+    @property
+    def num_drafts(self) -> list[int] | None:
+        """Those of each request in a step with drafts. None: the step has none."""
+        if not self.inputs.verifies_drafts:
+            return None
+        assert self.inputs.extend_lens is not None
+        return (self.inputs.extend_lens - 1).tolist()
+
 
 def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
     """A decode step of one token for each request. They have room (`kv.has_room_for_decode`)."""

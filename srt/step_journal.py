@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Iterable, Sequence, Sized
+from operator import add
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -68,17 +69,25 @@ class StepJournal:
         """Those of the last step that had some."""
         self._names_earlier = False
         """Whether the rows have requests of the step before that one, too."""
+        self._had_drafts = False
+        """Whether that step had drafts. Then the positions of the next step do not follow from the rows."""
 
-    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int, unfinished: Iterable[JournaledReq]) -> None:
+    def begin(
+        self,
+        reqs: Sequence[JournaledReq],
+        num_prompt_tokens: int,
+        unfinished: Iterable[JournaledReq],
+        num_drafts: Sequence[int] | None = None,
+    ) -> None:
         """A step is about to be launched. `reqs`: the caller does not change it afterwards. `unfinished`: the requests
-        whose prompts are computed in chunks.
+        whose prompts are computed in chunks. `num_drafts`: of each request; None: the step has no drafts.
 
         With overlap, the step before may still be in flight, and a device reports a fault late. So the rows have its
         requests, too. A step without requests keeps the rows of the step before.
         """
         self._num_steps += 1
-        if reqs and (self._names_earlier or reqs != self._reqs):
-            self._write_rows(reqs, unfinished)
+        if reqs and (self._names_earlier or self._had_drafts or num_drafts is not None or reqs != self._reqs):
+            self._write_rows(reqs, unfinished, num_drafts)
         place = _HEAD.size + self._num_steps % _NUM_STEPS_KEPT * _STEP.size
         _STEP.pack_into(self._map, place, self._num_steps, time.monotonic(), len(reqs), num_prompt_tokens)
         _HEAD.pack_into(self._map, 0, self._num_steps, self._rows_since, self._rows_bytes, True)
@@ -87,8 +96,12 @@ class StepJournal:
         """No step is under way any more."""
         self._map[_IN_STEP] = 0
 
-    def _write_rows(self, reqs: Sequence[JournaledReq], unfinished: Iterable[JournaledReq]) -> None:
+    def _write_rows(
+        self, reqs: Sequence[JournaledReq], unfinished: Iterable[JournaledReq], num_drafts: Sequence[int] | None
+    ) -> None:
         keys, positions = [req.rid for req in reqs], [len(req.output_ids) + req.num_steps_in_flight for req in reqs]
+        if num_drafts is not None:
+            positions = list(map(add, positions, num_drafts))
         named = set(keys)
         earlier = [req for req in self._reqs if req.num_steps_in_flight and req.rid not in named]
         keys += [req.rid for req in earlier]
@@ -100,13 +113,19 @@ class StepJournal:
             data = b""  # the reader sees that the rows are unknown
         self._map[_ROWS : _ROWS + len(data)] = data
         self._reqs, self._rows_since, self._rows_bytes = reqs, self._num_steps, len(data)
-        self._names_earlier = bool(earlier)
+        self._names_earlier, self._had_drafts = bool(earlier), num_drafts is not None
 
 
 class NoJournal:
     """The journal of a scheduler that has none."""
 
-    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int, unfinished: Iterable[JournaledReq]) -> None:
+    def begin(
+        self,
+        reqs: Sequence[JournaledReq],
+        num_prompt_tokens: int,
+        unfinished: Iterable[JournaledReq],
+        num_drafts: Sequence[int] | None = None,
+    ) -> None:
         """Writes nothing."""
 
     def end(self) -> None:
@@ -117,7 +136,8 @@ NO_JOURNAL = NoJournal()
 
 
 class JournalRow(NamedTuple):
-    """A request in the last step. `position`: its output tokens before that step, or a few more."""
+    """A request in the last step. `position`: its output tokens before the last one that the step may return, or a few
+    more."""
 
     key: str
     position: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from patience import PATIENCE_S
 from scheduler_rig import Rig
 from toy_engine import environment
 
+from fakes import expected_output, for_each
+from tercet.managers.req import Req
 from tercet.managers.scheduler import InFlight
+from tercet.model_executor.step import ForwardMode, LaunchedStep, StepInputs
 from tercet.srt.step_journal import NO_JOURNAL, JournalRow, StepJournal, open_journal, read_journal
 
 
@@ -113,6 +117,38 @@ def test_the_scheduler_names_all_requests_in_flight(path: Path) -> None:
         rig.turn()
     rig.add("chunked", [2] * 60)
     rig.run()
+
+
+def test_the_positions_of_steps_that_return_several_tokens(path: Path) -> None:
+    """The rest of the answer is guessed, or a wrong token, in turns. A position that is too early would clear a suspect
+    before its fatal step."""
+    turns = count()
+
+    def propose(req: Req, limit: int) -> list[int]:
+        right = expected_output(req.token_ids().tolist(), req.sampling.sampling_seed, min(4, limit), 97)
+        return [right, [96] * min(3, limit), []][next(turns) % 3] if req.rid == "drafted" else []
+
+    rig = Rig(overlap=False, propose=for_each(propose))
+    rig.scheduler._journal = StepJournal(path, max_rows=8)
+    launch = rig.runner.launch
+    seen = []
+
+    def checked(step: StepInputs) -> LaunchedStep:
+        rows = {row.key: row.position for row in read_journal(path).rows or ()}
+        running = {req.rid: req for req in rig.scheduler.queues.holders()}
+        if step.verifies_drafts or step.mode is ForwardMode.DECODE:
+            lens = [1] * len(step.rows) if step.extend_lens is None else step.extend_lens.tolist()
+            of_row = dict(zip(step.rows.tolist(), lens, strict=True))
+            assert rows == {rid: len(req.output_ids) + of_row[req.row] - 1 for rid, req in running.items()}
+            seen.append(max(lens))
+        return launch(step)
+
+    rig.runner.launch = checked
+    for rid in ("drafted", "plain"):
+        rig.add(rid, [1, 2, 3], max_new_tokens=40)
+    rig.run()
+    assert {1, 4, 5} <= set(seen)
+    assert all(len(heard.ids) == 40 for heard in rig.heard.values())
 
 
 def test_a_step_without_requests_does_not_hide_the_step_in_flight(path: Path) -> None:
