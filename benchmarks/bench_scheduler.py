@@ -33,7 +33,7 @@ from ..srt.server_args import ServerArgs
 from ..srt.settings.checks import RETENTION_SETTINGS
 from .argument_types import names
 from .results import Result, finish
-from .simulator.arguments import engine_of, parse, replayed_args, traffic_of
+from .simulator.arguments import check_drafts, engine_of, parse, replayed_args, traffic_of
 from .simulator.comparison import compare
 from .simulator.cost import DeviceProfile, save_profile
 from .simulator.peer_planners import PLANNERS, TERCET
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             server_args, config = engine_of(parser, options, options.profile)
             case = Case(server_args, config, options.profile, lambda: traffic_of(options, config.vocab_size))
+        check_drafts(case.server_args, case.profile, is_replay=options.replay is not None)
         runs = _runs(case, options)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -248,6 +248,16 @@ def _refuse_not_simulated(given: Collection[str]) -> None:
             )
 
 
+def check_drafts(server_args: ServerArgs, profile: DeviceProfile, *, is_replay: bool) -> None:
+    """Raises ValueError if the settings have drafts, and a simulation would not show what they bring."""
+    name = flag_name("speculative_algorithm")
+    if server_args.speculative_algorithm is not None:
+        if not is_replay:
+            raise ValueError(f"{name} has no effect without --replay: other simulated outputs repeat nothing")
+        if profile.is_asynchronous:
+            raise ValueError(f"{name} needs the cost model of a CPU, got {profile.name}")
+
+
 def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
     """The traffic from its beginning. The same options give the same traffic."""
     return Traffic(

@@ -90,6 +90,7 @@ def test_costs_that_no_machine_has_are_refused(change: dict[str, float], message
         (["--kv-events-config", '{"publisher": "zmq"}'], "--kv-events-config has no effect"),
         (["--record-schedule", "file"], "--record-schedule has no effect"),
         (["--explain-schedule", "1"], "--explain-schedule has no effect"),
+        (["--speculative-algorithm", "NGRAM"], "--speculative-algorithm has no effect without --replay"),
         (["--abort-after", "inf"], "must be above 0 and finite"),
     ],
 )
@@ -170,6 +171,22 @@ def test_a_recording_is_compared_fitted_and_repeated(tmp_path: Path, capsys: pyt
         with pytest.raises(SystemExit):
             bench_scheduler.main(["--replay", str(path), *ignored])
         assert "no effect with --replay" in capsys.readouterr().err
+
+
+def test_drafts_are_simulated_for_recorded_answers_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fakes.next_token", lambda ids, seed, vocab_size, weights=0: (int(ids[-1]) * 5 + 1) % 8)
+    path = tmp_path / "record"
+    Recorded(path, 1).run(workload(5), num_turns=400)
+    num_steps = []
+    for drafts in ([], ["--speculative-algorithm", "NGRAM"]):
+        assert bench_scheduler.main(["--replay", str(path), *drafts]) == 0
+        num_steps.append(json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]["lpm"]["num_steps"])
+    assert num_steps[1] < num_steps[0]
+    with pytest.raises(SystemExit):
+        bench_scheduler.main(["--replay", str(path), *drafts, "--cost", "llama-3.1-8b-h100-estimate"])
+    assert "--speculative-algorithm needs the cost model of a CPU, got llama-3.1" in capsys.readouterr().err
 
 
 def test_a_recording_with_tiers_is_simulated_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
