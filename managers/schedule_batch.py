@@ -51,7 +51,8 @@ class ScheduleBatch:
         if not self.inputs.verifies_drafts:
             return None
         assert self.inputs.extend_lens is not None
-        return (self.inputs.extend_lens - 1).tolist()
+        num_drafts: list[int] = (self.inputs.extend_lens - 1).tolist()
+        return num_drafts
 
 
 def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
