@@ -27,6 +27,8 @@ from .request_queues import RequestQueues
 
 MAX_MATCH = 16
 """Longer repetitions are as good as this one."""
+MAX_PLACES = 1024
+"""The last occurrences of the newest token that are compared. A long text of equal tokens would take milliseconds."""
 _CLASSES = (1, 2, 4, 8)
 """The longest repetition of each class of lengths; another class has the longer ones."""
 _PRIORS = (0.15, 0.3, 0.5, 0.7, 0.85)
@@ -151,6 +153,8 @@ class _History:
 def find_repetition(ids: Int32Array) -> tuple[int, int]:
     """Find the longest repetition of the last tokens, up to MAX_MATCH, and among equals the last one.
 
+    It is one of the last MAX_PLACES repetitions of the last token.
+
     Args:
         ids: int32 [n]
 
@@ -158,7 +162,7 @@ def find_repetition(ids: Int32Array) -> tuple[int, int]:
         the index of the token after it, and its length; (0, 0) if there is none
     """
     last = len(ids) - 1
-    ends: npt.NDArray[np.intp] = np.flatnonzero(ids[:last] == ids[last])
+    ends: npt.NDArray[np.intp] = np.flatnonzero(ids[:last] == ids[last])[-MAX_PLACES:]
     if not len(ends):
         return 0, 0
     length = 1

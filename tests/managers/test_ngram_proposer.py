@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_makers import make_req
 
-from tercet.managers.ngram_proposer import MAX_MATCH, NgramProposer, find_repetition, make_proposer
+from tercet.managers.ngram_proposer import MAX_MATCH, MAX_PLACES, NgramProposer, find_repetition, make_proposer
 from tercet.managers.request_queues import RequestQueues
 from tercet.srt.server_args import ServerArgs
 
@@ -42,6 +42,13 @@ def test_a_repetition_has_a_largest_length(length: int) -> None:
     ids = [*range(50), 90, *range(length), 91, *range(length)]
     start, found = find_repetition(np.array(ids, np.int32))
     assert found == min(length, MAX_MATCH) and ids[start] == 91
+
+
+def test_only_the_last_occurrences_of_a_token_are_compared() -> None:
+    ids = [7, 8, 9, 5, *[1, 5] * (MAX_PLACES - 1), 7, 8, 9, 5]
+    assert find_repetition(np.array(ids, np.int32)) == (4, 4)
+    ids = [7, 8, 9, 5, *[1, 5] * MAX_PLACES, 7, 8, 9, 5]
+    assert find_repetition(np.array(ids, np.int32)) == (len(ids) - 4, 1)
 
 
 # Drafts of one request
