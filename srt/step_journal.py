@@ -69,8 +69,6 @@ class StepJournal:
         """Those of the last step that had some."""
         self._names_earlier = False
         """Whether the rows have requests of the step before that one, too."""
-        self._had_drafts = False
-        """Whether that step had drafts. Then the positions of the next step do not follow from the rows."""
 
     def begin(
         self,
@@ -78,15 +76,18 @@ class StepJournal:
         num_prompt_tokens: int,
         unfinished: Iterable[JournaledReq],
         num_drafts: Sequence[int] | None = None,
+        *,
+        has_jumped: bool = False,
     ) -> None:
         """A step is about to be launched. `reqs`: the caller does not change it afterwards. `unfinished`: the requests
-        whose prompts are computed in chunks. `num_drafts`: of each request; None: the step has no drafts.
+        whose prompts are computed in chunks. `num_drafts`: of each request; None: the step has no drafts. `has_jumped`:
+        since the last call, a request has got several tokens at once, so its position does not follow from the rows.
 
         With overlap, the step before may still be in flight, and a device reports a fault late. So the rows have its
         requests, too. A step without requests keeps the rows of the step before.
         """
         self._num_steps += 1
-        if reqs and (self._names_earlier or self._had_drafts or num_drafts is not None or reqs != self._reqs):
+        if reqs and (self._names_earlier or has_jumped or num_drafts is not None or reqs != self._reqs):
             self._write_rows(reqs, unfinished, num_drafts)
         place = _HEAD.size + self._num_steps % _NUM_STEPS_KEPT * _STEP.size
         _STEP.pack_into(self._map, place, self._num_steps, time.monotonic(), len(reqs), num_prompt_tokens)
@@ -113,7 +114,7 @@ class StepJournal:
             data = b""  # the reader sees that the rows are unknown
         self._map[_ROWS : _ROWS + len(data)] = data
         self._reqs, self._rows_since, self._rows_bytes = reqs, self._num_steps, len(data)
-        self._names_earlier, self._had_drafts = bool(earlier), num_drafts is not None
+        self._names_earlier = bool(earlier)
 
 
 class NoJournal:
@@ -125,6 +126,8 @@ class NoJournal:
         num_prompt_tokens: int,
         unfinished: Iterable[JournaledReq],
         num_drafts: Sequence[int] | None = None,
+        *,
+        has_jumped: bool = False,
     ) -> None:
         """Writes nothing."""
 

@@ -6,6 +6,7 @@ The random schedules of test_token_masks.py and test_random_steps.py have forced
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from scheduler_rig import Rig
 from fakes import choose, next_token, next_tokens
 from tercet.managers.grammar import GrammarFailed, GrammarState, mask_of, only_token
 from tercet.managers.req import MAX_FORCED, Req
-from tercet.model_executor.step import FROM_DEVICE, ForwardMode, StepInputs
+from tercet.model_executor.step import FROM_DEVICE, ForwardMode, LaunchedStep, StepInputs
 from tercet.srt.io_struct import AbortFinish, GenerateReq, LengthFinish, Resumed, StopFinish, pack_ids
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.step_journal import StepJournal, read_journal
 
 VOCAB, EOS = 40, 7
 BOTH_LOOPS = pytest.mark.parametrize("overlap", [False, True])
@@ -119,6 +121,29 @@ def test_with_overlap_a_run_is_joined_behind_the_step_in_flight(monkeypatch: pyt
     assert rig.heard["r"].ids == answer([1, 2], TEXT)
     # The second step was in flight when 1, 2 and 3 became known, and the last when the end did.
     assert new_tokens(rig.runner.steps) == [[2], [1], [3], [1], [1]]
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_step_journal_has_the_places_after_forced_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overlap: bool, joins: bool
+) -> None:
+    """A place that is too early would clear a suspect before its fatal step."""
+    rig = scripted(monkeypatch, [None, 1, 2, 3, *[None] * 6], overlap=overlap, joins_forced=joins)
+    rig.scheduler._journal = StepJournal(tmp_path / "journal", max_rows=4)
+    launch, places = rig.runner.launch, []
+
+    def checked(step: StepInputs) -> LaunchedStep:
+        (row,) = read_journal(tmp_path / "journal").rows or ()
+        (req,) = rig.scheduler.queues.holders()
+        assert row.position >= len(req.output_ids) + req.num_steps_in_flight
+        places.append(row.position)
+        return launch(step)
+
+    rig.runner.launch = checked
+    rig.add("r", [1, 2], max_new_tokens=20, regex="1")
+    rig.run()
+    assert places[-1] >= 9 and places == sorted(places)
 
 
 @BOTH_LOOPS

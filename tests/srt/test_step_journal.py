@@ -13,7 +13,7 @@ from patience import PATIENCE_S
 from scheduler_rig import Rig
 from toy_engine import environment
 
-from fakes import expected_output, for_each
+from fakes import EachProposer, expected_output
 from tercet.managers.req import Req
 from tercet.managers.scheduler import InFlight
 from tercet.model_executor.step import ForwardMode, LaunchedStep, StepInputs
@@ -128,7 +128,7 @@ def test_the_positions_of_steps_that_return_several_tokens(path: Path) -> None:
         right = expected_output(req.token_ids().tolist(), req.sampling.sampling_seed, min(4, limit), 97)
         return [right, [96] * min(3, limit), []][next(turns) % 3] if req.rid == "drafted" else []
 
-    rig = Rig(overlap=False, propose=for_each(propose))
+    rig = Rig(overlap=False, proposer=EachProposer(propose))
     rig.scheduler._journal = StepJournal(path, max_rows=8)
     launch = rig.runner.launch
     seen = []
