@@ -11,12 +11,10 @@ proposed that raise the expected number of tokens per second.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import struct
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from ..srt.arrays import Int32Array
 from ..srt.server_args import ServerArgs
@@ -25,12 +23,8 @@ from .draft_cost import DraftCost, choose_counts
 from .req import Req
 from .request_queues import RequestQueues
 
-MAX_MATCH = 16
-"""Longer repetitions are as good as this one."""
-MAX_PLACES = 1024
-"""The last occurrences of the newest token that are compared. A long text of equal tokens would take milliseconds."""
-_CLASSES = (1, 2, 4, 8)
-"""The longest repetition of each class of lengths; another class has the longer ones."""
+LENGTHS = (1, 2, 3, 5, 9)
+"""The least length of a repetition in each class. Guesses after longer repetitions are right more often."""
 _PRIORS = (0.15, 0.3, 0.5, 0.7, 0.85)
 """The share of right drafts of each class before any was seen."""
 _PRIOR_WEIGHT = 5.0
@@ -38,6 +32,8 @@ _PRIOR_WEIGHT = 5.0
 _MEMORY = 0.9
 """The weight of a draft shrinks by this factor with each later one of its class."""
 _MAX_SHARE = 0.98
+_SIZE = 4
+"""Bytes of a token."""
 
 
 def make_proposer(server_args: ServerArgs, queues: RequestQueues) -> NgramProposer | None:
@@ -100,76 +96,82 @@ _NO_GUESS = Guess([], 0.0, 0)
 
 
 class _History:
-    """The tokens of a request, and how good its guesses were."""
+    """The tokens of a request, and how good its guesses were.
+
+    The tokens are bytes, because a search in bytes takes few calls. After a step, the weights have displaced code from
+    the caches, so each call takes long.
+    """
 
     def __init__(self, prompt_ids: Int32Array, max_drafts: int) -> None:
         self._max_drafts = max_drafts
-        self._prompt_len = self._len = len(prompt_ids)
-        self._ids = np.empty(2 * len(prompt_ids) + 256, np.int32)
-        self._ids[: len(prompt_ids)] = prompt_ids
+        self._prompt_len = len(prompt_ids)
+        self._data = bytearray(prompt_ids.astype("<i4").tobytes())
+        """All tokens, 4 bytes each."""
         self._guess: list[int] = []
         """The last guess, if it was not compared with the tokens that came."""
+        self._start = 0
+        """Its place in `_data`, in tokens."""
         self._class = 0
-        """Its class."""
+        """Its class of repetitions."""
+        self._goes_on = False
+        """Whether all tokens since the last guess were right. Then its repetition is longer now."""
         self._right = [share * _PRIOR_WEIGHT for share in _PRIORS]
         self._total = [_PRIOR_WEIGHT] * len(_PRIORS)
 
     def extend(self, output_ids: Sequence[int]) -> None:
         """Append the output tokens that are new, and compare the last guess with them."""
-        new = output_ids[self._len - self._prompt_len :]
-        if not new:
-            return
-        self._rate(new)
-        end = self._len + len(new)
-        if end > len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty(end, np.int32)))
-        self._ids[self._len : end] = new
-        self._len = end
+        new = output_ids[len(self._data) // _SIZE - self._prompt_len :]
+        if new:
+            self._goes_on = self._rate(new)
+            self._start += len(new)
+            self._data += struct.pack(f"<{len(new)}i", *new)
 
     def guess(self, limit: int) -> Guess:
         """Guess the next tokens. `limit`: the most that may be proposed."""
-        start, length = find_repetition(self._ids[: self._len])
-        if not length:
+        if not (self._goes_on and self._class == len(LENGTHS) - 1):  # otherwise it is as long as any
+            self._start, self._class = find_repetition(self._data)
+        if self._class < 0:
             self._guess = []
             return _NO_GUESS
-        # One more than may be proposed, to compare with the token after all drafts. A repetition that reaches its own
-        # beginning goes on in circles.
-        self._guess = self._ids[start + np.arange(self._max_drafts + 1) % (self._len - start)].tolist()
-        self._class = bisect_left(_CLASSES, length)
+        # One more than may be proposed, to compare with the token after all drafts.
+        num, start = self._max_drafts + 1, _SIZE * self._start
+        found = self._data[start : start + _SIZE * num]
+        ids = struct.unpack(f"<{len(found) // _SIZE}i", found)
+        # A repetition that reaches its own beginning goes on in circles.
+        self._guess = list(islice(cycle(ids), num))
         share = min(self._right[self._class] / self._total[self._class], _MAX_SHARE)
         return Guess(self._guess, share, limit)
 
-    def _rate(self, tokens: Sequence[int]) -> None:
-        """Compare the last guess with the tokens that came, up to the first wrong one."""
-        right, total = self._right, self._total
-        for guessed, token in zip(self._guess, tokens, strict=False):
+    def _rate(self, tokens: Sequence[int]) -> bool:
+        """Compare the last guess with the tokens that came, up to the first wrong one. Returns whether it had all."""
+        right, total, guess = self._right, self._total, self._guess
+        self._guess = []
+        for guessed, token in zip(guess, tokens, strict=False):
             right[self._class] = right[self._class] * _MEMORY + (guessed == token)
             total[self._class] = total[self._class] * _MEMORY + 1
             if guessed != token:
-                break
-        self._guess = []
+                return False
+        return len(guess) >= len(tokens)
 
 
-def find_repetition(ids: Int32Array) -> tuple[int, int]:
-    """Find the longest repetition of the last tokens, up to MAX_MATCH, and among equals the last one.
-
-    It is one of the last MAX_PLACES repetitions of the last token.
+def find_repetition(data: bytearray) -> tuple[int, int]:
+    """Find where the last tokens occurred before: as many of LENGTHS as possible, and the last time.
 
     Args:
-        ids: int32 [n]
+        data: the tokens, 4 bytes each
 
     Returns:
-        the index of the token after it, and its length; (0, 0) if there is none
+        the index of the token after them, and the index of their number in LENGTHS; (0, -1) if the last token is new
     """
-    last = len(ids) - 1
-    ends: npt.NDArray[np.intp] = np.flatnonzero(ids[:last] == ids[last])[-MAX_PLACES:]
-    if not len(ends):
-        return 0, 0
-    length = 1
-    while length < MAX_MATCH:
-        longer = ends[ends >= length]
-        longer = longer[ids[longer - length] == ids[last - length]]
-        if not len(longer):
-            break
-        ends, length = longer, length + 1
-    return int(ends[-1]) + 1, length
+    end = len(data)
+    for index in range(len(LENGTHS) - 1, -1, -1):
+        size = _SIZE * LENGTHS[index]
+        if size >= end:
+            continue
+        last = data[end - size :]
+        at = data.rfind(last, 0, end - _SIZE)
+        while at > 0 and at % _SIZE:  # parts of two tokens
+            at = data.rfind(last, 0, at + size - 1)
+        if at >= 0:
+            return (at + size) // _SIZE, index
+    return 0, -1
