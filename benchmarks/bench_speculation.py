@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not hasattr(args, "model_path") and (installed := find_default_model()) is not None:
         args.model_path = str(installed)
+    if not hasattr(args, "speculative_algorithm"):
+        args.speculative_algorithm = "NGRAM"
     server_args = engine_args(parser, args)
     try:
-        if server_args.speculative_algorithm is None:
-            server_args = dataclasses.replace(server_args, speculative_algorithm="NGRAM")
         passages = read_passages(server_args.model_path, args, args.rounds * max(args.batch_size))
         drafting = LocalEngine(server_args=server_args)
         num_drafts = server_args.speculative_num_draft_tokens

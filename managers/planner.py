@@ -141,7 +141,7 @@ class Planner:
         inputs = batch.inputs
         if self._proposer is not None and batch.reqs and (inputs.extend_lens is None or inputs.verifies_drafts):
             self._proposer.observe(len(batch.reqs), inputs.num_tokens, seconds)
-        if self.gap is not None and batch.reqs and not inputs.verifies_drafts:  # no prompts are planned beside drafts
+        if self.gap is not None and batch.reqs and not inputs.verifies_drafts:  # drafts teach nothing about prompts
             self.gap.observe(inputs, batch.num_decodes, seconds)
 
     def _share_last_extends(self) -> None:

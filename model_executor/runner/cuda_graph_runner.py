@@ -115,7 +115,7 @@ class CudaGraphRunner:
         """Decode steps can be run, up to the largest batch size."""
         return step.mode is ForwardMode.DECODE and len(step.rows) <= self.max_rows
 
-    def run(self, step: StepInputs, choices: Choices | None = None) -> StepHead:
+    def run(self, step: StepInputs, choices: Choices | None) -> StepHead:
         """Queue a decode step, padded to the smallest batch size that holds it."""
         count = len(step.rows)
         size = next(size for size in self._sizes if size >= count)
