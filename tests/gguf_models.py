@@ -37,11 +37,14 @@ FACTORS = {
 """Types that the gguf package cannot quantise, and the places of the float16 numbers in their blocks."""
 
 
+PHI3 = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+
+
 def gguf_name(name):
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, index, rest = stem.split(".", 3)
-        return f"blk.{index}.{HF_TO_GGUF[rest]}.{suffix}"
+        return f"blk.{index}.{(HF_TO_GGUF | PHI3)[rest]}.{suffix}"
     return f"{HF_TO_GGUF[stem]}.{suffix}"
 
 
@@ -76,6 +79,16 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if arch == "phi3":
+        writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+        writer.add_sliding_window(config.sliding_window or 0)
+    if config.rope_parameters["rope_type"] == "longrope":
+        original = config.rope_parameters["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(model.model.rotary_emb.attention_scaling)
+        for length in ("short", "long"):
+            factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if config.rope_parameters["rope_type"] == "llama3":
         plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())

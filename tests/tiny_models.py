@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -35,6 +36,13 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+}
+
 CONFIGS = {
     "llama": lambda: LlamaConfig(**BASE),
     "llama_biases": lambda: LlamaConfig(**BASE, attention_bias=True, mlp_bias=True, head_dim=24),
@@ -48,6 +56,13 @@ CONFIGS = {
     "qwen2_tied": lambda: Qwen2Config(**BASE, tie_word_embeddings=True),
     "qwen2_upper_window": lambda: Qwen2Config(**BASE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen2_yarn": lambda: Qwen2Config(**BASE, rope_parameters=YARN),
+    "phi3": lambda: Phi3Config(**BASE, sliding_window=6),
+    "phi3_partial": lambda: Phi3Config(
+        **BASE,
+        tie_word_embeddings=True,
+        rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
+        original_max_position_embeddings=32,
+    ),
     "qwen3": lambda: Qwen3Config(**BASE, head_dim=24, attention_bias=True),
     "qwen3_layer_types": lambda: Qwen3Config(
         **BASE,

@@ -7,7 +7,7 @@ copy. So rows can be stacked and divided among ranks as those of any matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,12 @@ class Fp8Weight(NamedTuple):
 
     def to(self, device: torch.device) -> Fp8Weight:
         return Fp8Weight(self.values.to(device), self.scales.to(device))
+
+    def with_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Fp8Weight:
+        """Apply `change` to the rows of both tensors. It may move, add or remove rows."""
+        # torch cannot select rows of its 8-bit floats
+        values = change(self.values.view(torch.uint8)).view(self.values.dtype)
+        return Fp8Weight(values, change(self.scales.t()).t().contiguous())
 
     def clone(self) -> Fp8Weight:
         return Fp8Weight(self.values.clone(), self.scales.clone())

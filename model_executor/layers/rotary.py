@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from ...srt.model_files.rope_config import (
+    FrequencyDivisors,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 _BLOCK = 2048
 """Positions of a table that are computed at once."""
@@ -28,9 +35,8 @@ class RotaryEmbedding:
     """Rotary embedding without a table: each step computes its angles once, for all layers."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        frequencies, self.attention_factor = rope_frequencies(rope, head_dim)
-        self.frequencies = frequencies.to(device)
-        """float32 [head_dim / 2], radians per position"""
+        self.frequencies, self.factors = (x.to(device) for x in rope_frequencies(rope, head_dim))
+        """float32 [head_dim / 2]: radians per position, and what cos and sin are multiplied by"""
 
     def cover(self, num_positions: int) -> None:
         """Does nothing: there is no table."""
@@ -38,7 +44,7 @@ class RotaryEmbedding:
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """positions: int64 [T]"""
         angles = positions[:, None, None].float() * self.frequencies
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos, sin = angles.cos() * self.factors, angles.sin() * self.factors
         return CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
@@ -50,8 +56,7 @@ class RotationTable:
 
     def __init__(self, rope: RopeConfig, table: torch.Tensor) -> None:
         """table: float32 [context_len, head_dim], which `cover` fills. A row has its cosines first, then its sines."""
-        frequencies, self._factor = rope_frequencies(rope, table.shape[1])
-        self._frequencies = frequencies.to(table.device)
+        self._frequencies, self._factors = (x.to(table.device) for x in rope_frequencies(rope, table.shape[1]))
         self.table = table
         self._num_covered = 0
 
@@ -64,8 +69,8 @@ class RotationTable:
             )
             angles = positions[:, None] * self._frequencies
             cos, sin = block.chunk(2, dim=1)
-            torch.mul(angles.cos(), self._factor, out=cos)
-            torch.mul(angles.sin_(), self._factor, out=sin)
+            torch.mul(angles.cos(), self._factors, out=cos)
+            torch.mul(angles.sin_(), self._factors, out=sin)
             self._num_covered += len(block)
 
 
@@ -75,21 +80,33 @@ def rotate(x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
     return torch.addcmul(x * cos_sin.cos, swapped.to(torch.float32), cos_sin.sin).to(x.dtype)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """The frequencies in radians per position, float32 [head_dim / 2] on the CPU, and the factor of cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The frequencies in radians per position, and the factors of cos and sin, float32 [head_dim / 2] on the CPU each.
+
+    Components that are not rotated have a frequency of zero and a factor of 1. `rope`: made by `for_context`.
+    """
+    rotary_dim = rope.rotary_dim or head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    frequencies, factor = _scaled(1.0 / (rope.theta**exponents), rope, rotary_dim)
+    unrotated = (head_dim - rotary_dim) // 2
+    factors = torch.full_like(frequencies, factor)
+    return torch.cat((frequencies, torch.zeros(unrotated))), torch.cat((factors, torch.ones(unrotated)))
+
+
+def _scaled(frequencies: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
     match rope.scaling:
         case None:
             return frequencies, 1.0
         case LinearScaling(factor):
             return frequencies / factor, 1.0
-        case FrequencyDivisors(divisors):
-            return frequencies / torch.tensor(divisors), 1.0
+        case FrequencyDivisors(divisors, factor):
+            return frequencies / torch.tensor(divisors), factor
         case Llama3Scaling():
             return _llama3(frequencies, rope.scaling), 1.0
         case YarnScaling():
-            return _yarn(frequencies, rope.scaling, rope.theta, head_dim), rope.scaling.attention_factor
+            return _yarn(frequencies, rope.scaling, rope.theta, rotary_dim), rope.scaling.attention_factor
+        case LongRopeScaling():
+            raise AssertionError("the context length is not known: for_context was not called")
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen 2 and Qwen 3. Their differences are fields of ModelConfig."""
+"""The decoder of Llama, Mistral, Qwen 2, Qwen 3 and Phi 3. Their differences are fields of ModelConfig."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class Decoder:
         self.compiled = layers.compiled
         self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
-        self.rotary = layers.rotary(config.rope, config.head_dim, context_len, self.norm.weight.device)
+        rope = config.rope.for_context(context_len)
+        self.rotary = layers.rotary(rope, config.head_dim, context_len, self.norm.weight.device)
         names = [f"layers.{index}.input_norm.weight" for index in range(config.num_layers)]
         norms = [*(layers.norm(params[name], config.rms_norm_eps) for name in names), self.norm]
         self.layers = [

@@ -7,12 +7,14 @@ among them. Each layer then needs two sums over all ranks: the outputs of `o_pro
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
 
 Region: TypeAlias = tuple[slice, ...]
@@ -33,10 +35,34 @@ class Split(Enum):
 
 
 class Part(NamedTuple):
-    """A checkpoint tensor: its Hugging Face name and its shape."""
+    """A checkpoint tensor, or neighbouring rows of one."""
 
     name: str
+    """the tensor's Hugging Face name"""
     shape: tuple[int, ...]
+    """of the part"""
+    first_row: int = 0
+    """of the tensor"""
+    num_rows: int | None = None
+    """of the tensor; None: the part is the whole tensor"""
+    head_order: tuple[int, ...] | None = None
+    """the rows of each head in the order of the model, as numbers of the tensor's rows; None: as in the tensor"""
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
+
+    def within_tensor(self, region: Region) -> Region:
+        """Where the tensor has a region of the part."""
+        rows = slice(self.first_row + region[0].start, self.first_row + region[0].stop)
+        return (rows, *region[1:])
+
+    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of whole heads, in the order of the model."""
+        if self.head_order is None:
+            return rows
+        order = torch.tensor(self.head_order, device=rows.device)
+        return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
 
 
 class Parameter(NamedTuple):
@@ -119,17 +145,20 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     inter = config.intermediate_size
-    # name: (((checkpoint name, rows), ...), columns, whether it has a bias, how it is split)
+    q, k, v = _Rows("self_attn.q_proj", q_size), _Rows("self_attn.k_proj", kv_size), _Rows("self_attn.v_proj", kv_size)
+    gate, up = _Rows("mlp.gate_proj", inter), _Rows("mlp.up_proj", inter)
+    if FAMILIES[config.architecture].stacked_projections:
+        q, k, v = _stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
+        gate, up = _stacked("mlp.gate_up_proj", inter, inter)
+    if config.rope.rotary_dim is not None:
+        order = _half_split_order(head_dim, config.rope.rotary_dim)
+        q, k = q._replace(head_order=order), k._replace(head_order=order)
+    # name: (checkpoint rows, columns, whether it has a bias, how it is split)
     linears = {
-        "qkv_proj": (
-            (("self_attn.q_proj", q_size), ("self_attn.k_proj", kv_size), ("self_attn.v_proj", kv_size)),
-            hidden,
-            config.qkv_bias,
-            Split.COLUMNS,
-        ),
-        "o_proj": ((("self_attn.o_proj", hidden),), q_size, config.o_bias, Split.ROWS),
-        "gate_up_proj": ((("mlp.gate_proj", inter), ("mlp.up_proj", inter)), hidden, config.mlp_bias, Split.COLUMNS),
-        "down_proj": ((("mlp.down_proj", hidden),), inter, config.mlp_bias, Split.ROWS),
+        "qkv_proj": ((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
+        "o_proj": ((_Rows("self_attn.o_proj", hidden),), q_size, config.o_bias, Split.ROWS),
+        "gate_up_proj": ((gate, up), hidden, config.mlp_bias, Split.COLUMNS),
+        "down_proj": ((_Rows("mlp.down_proj", hidden),), inter, config.mlp_bias, Split.ROWS),
     }
     vectors = {
         "input_norm": ("input_layernorm", hidden),
@@ -143,11 +172,11 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         for name, (checkpoint_name, size) in vectors.items():
             yield _whole(f"layers.{index}.{name}.weight", f"{source}{checkpoint_name}.weight", (size,))
         for name, (parts, columns, bias, split) in linears.items():
-            rows = sum(size for _, size in parts)
-            weights = tuple(Part(f"{source}{part}.weight", (size, columns)) for part, size in parts)
+            rows = sum(part.size for part in parts)
+            weights = tuple(part.of_layer(source, "weight", columns) for part in parts)
             yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights, split)
             if bias:
-                biases = tuple(Part(f"{source}{part}.bias", (size,)) for part, size in parts)
+                biases = tuple(part.of_layer(source, "bias") for part in parts)
                 bias_split = Split.FIRST_RANK if split is Split.ROWS else split
                 yield Parameter(f"layers.{index}.{name}.bias", (rows,), biases, bias_split)
 
@@ -158,6 +187,37 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     if not config.tie_word_embeddings:
         parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
     return parameters
+
+
+class _Rows(NamedTuple):
+    """The rows of a linear layer that one Part has, in every layer."""
+
+    name: str
+    size: int
+    first_row: int = 0
+    num_rows: int | None = None
+    head_order: tuple[int, ...] | None = None
+
+    def of_layer(self, prefix: str, kind: str, *columns: int) -> Part:
+        shape = (self.size, *columns)
+        return Part(f"{prefix}{self.name}.{kind}", shape, self.first_row, self.num_rows, self.head_order)
+
+
+def _stacked(name: str, *sizes: int) -> Iterator[_Rows]:
+    """The parts of a checkpoint tensor whose rows are stacked already."""
+    firsts = itertools.accumulate(sizes, initial=0)
+    return (_Rows(name, size, first, sum(sizes)) for size, first in zip(sizes, firsts, strict=False))
+
+
+def _half_split_order(head_dim: int, rotary_dim: int) -> tuple[int, ...]:
+    """The order of a head's rows so that its components rotate with those that are head_dim / 2 later.
+
+    A checkpoint whose first rotary_dim components are rotated has their partners rotary_dim / 2 later. Scores are sums
+    over all components, so they do not depend on the order, if queries and keys have the same one.
+    """
+    half, unrotated = rotary_dim // 2, list(range(rotary_dim, head_dim))
+    middle = len(unrotated) // 2
+    return (*range(half), *unrotated[:middle], *range(half, rotary_dim), *unrotated[middle:])
 
 
 EMBEDDING = "model.embed_tokens.weight"

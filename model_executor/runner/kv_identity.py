@@ -6,6 +6,7 @@ fingerprints of their files.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import torch
@@ -30,6 +31,7 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: s
         "config": weight_fields(config),
         "weights": settings.seed if config.load_format == "dummy" else list(weight_fingerprints(config)),
         "weight_version": weight_version,
+        "rope": dataclasses.asdict(config.rope.for_context(settings.context_len)),
         "dtype": str(settings.dtype),
         "kv_dtype": str(settings.kv_dtype),
         "quantization": settings.quantization,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import gguf
@@ -12,6 +12,7 @@ import torch
 
 from ...srt.model_files.gguf_file import GGUFFile, GGUFTensor
 from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.rope_config import GGUF_DIVISORS
 from ..layers.quantized_weight import QuantizedWeight
 from ..models.parameters import Region
 from . import ggml_types
@@ -26,6 +27,7 @@ _NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -33,8 +35,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# ModelConfig.rope has the values of rope_freqs.
-_NOT_WEIGHTS = ("rope_freqs.weight",)
+_NAMES_OF_ARCHITECTURE = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
 # Only llama.cpp's "llama" architecture rotates neighbouring components together, and reorders rows for that.
@@ -51,9 +52,11 @@ class GGUFCheckpoint:
         """`device`: where tensors are dequantised."""
         self._device = device
         self._file = GGUFFile(config.model_path)
-        self._tensors = {_hf_name(t.name): t for t in self._file.tensors if t.name not in _NOT_WEIGHTS}
+        arch = str(self._file.metadata["general.architecture"])
+        stems = _NAMES | _NAMES_OF_ARCHITECTURE.get(arch, {})
+        self._tensors = {_hf_name(t.name, stems): t for t in self._file.tensors if t.name not in GGUF_DIVISORS}
         self.names = frozenset(self._tensors)
-        permuted = self._file.metadata["general.architecture"] in _PERMUTED_ARCHITECTURES
+        permuted = arch in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
 
     @property
@@ -142,12 +145,12 @@ def unpermute(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, stems: Mapping[str, str]) -> str:
     """The Hugging Face name of a tensor. An unknown name is returned unchanged, and later reported as unexpected."""
     if match := _BLOCK_NAME.fullmatch(name):
         block, stem, kind = match.groups()
-        return f"model.layers.{block}.{_NAMES[stem]}.{kind}" if stem in _NAMES else name
+        return f"model.layers.{block}.{stems[stem]}.{kind}" if stem in stems else name
     if match := _GLOBAL_NAME.fullmatch(name):
         stem, kind = match.groups()
-        return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
+        return f"{stems[stem]}.{kind}" if stem in stems else name
     return name

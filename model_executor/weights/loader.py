@@ -241,12 +241,15 @@ class StoredParameters(Mapping[str, Any]):
             _check_shape(part, self._checkpoint.shape(part.name))
         if name in self._forms:
             return _stacked([self._quantized(part, region, self._forms[name]) for part, region in parts])
-        tensors = [self._checkpoint.tensor(part.name, region).to(dtype) for part, region in parts]
+        tensors = [self._tensor(part, region).to(dtype) for part, region in parts]
         return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
+    def _tensor(self, part: Part, region: Region) -> torch.Tensor:
+        return part.in_order(self._checkpoint.tensor(part.name, part.within_tensor(region)))
+
     def _quantized(self, part: Part, region: Region, form: str) -> QuantizedWeight | Fp8Weight:
-        as_stored = self._checkpoint.quantized(part.name, form, region)
-        return _rounded(self._checkpoint.tensor(part.name, region), form) if as_stored is None else as_stored
+        as_stored = self._checkpoint.quantized(part.name, form, part.within_tensor(region))
+        return _rounded(self._tensor(part, region), form) if as_stored is None else as_stored.with_rows(part.in_order)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -264,8 +267,8 @@ def _stacked(weights: list[Any]) -> QuantizedWeight | Fp8Weight:
 
 
 def _check_shape(part: Part, actual: tuple[int, ...]) -> None:
-    if actual != part.shape:
-        raise ValueError(f"tensor {part.name!r} has shape {actual}, the config implies {part.shape}")
+    if actual != part.tensor_shape:
+        raise ValueError(f"tensor {part.name!r} has shape {actual}, the config implies {part.tensor_shape}")
 
 
 def _dummy(

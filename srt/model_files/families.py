@@ -25,8 +25,13 @@ def _window_everywhere(config: Settings, num_layers: int) -> SlidingWindows:
     return (_window(config),) * num_layers
 
 
+def _window_if_given(config: Settings, num_layers: int) -> SlidingWindows:
+    has_none = config.get("sliding_window") is None
+    return (None if has_none else config.integer("sliding_window"),) * num_layers
+
+
 def _window(config: Settings) -> int | None:
-    # 4096 is the default of the families with windows. null means no window.
+    # 4096 is the default of Mistral and Qwen. null means no window.
     has_none = "sliding_window" in config and config.get("sliding_window") is None
     return None if has_none else config.integer("sliding_window", 4096)
 
@@ -64,6 +69,13 @@ class Family:
     """None: hidden_size / num_heads"""
     default_num_kv_heads: int | None = None
     """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
+    default_rms_norm_eps: float = 1e-6
+    default_original_context_len: int | None = None
+    """For a config without original_max_position_embeddings at its top level. None: that of the rope settings."""
+    stacked_projections: bool = False
+    """whether a checkpoint has one tensor for Q, K and V, and one for gate and up"""
+    partial_rotary: bool = False
+    """whether `partial_rotary_factor` may say that only the first components of a head are rotated"""
 
 
 FAMILIES: dict[str, Family] = {
@@ -80,9 +92,23 @@ FAMILIES: dict[str, Family] = {
         default_head_dim=128,
         default_num_kv_heads=32,
     ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        "decoder",
+        _window_if_given,
+        default_rms_norm_eps=1e-5,
+        default_original_context_len=4096,
+        stacked_projections=True,
+        partial_rotary=True,
+    ),
 }
 # GGUF files call Mistral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp ignores it, too.
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
 
 
 def not_in_families(architecture: str) -> str:

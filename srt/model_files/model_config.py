@@ -6,8 +6,10 @@ file does not import torch, because the HTTP process reads the config too.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -19,7 +21,7 @@ from .files import read_json_object
 from .fp8_config import Fp8Config, read_fp8_config
 from .generation_defaults import GGUF_KEYS, HF_KEYS, GenerationDefaults, read_generation_defaults
 from .gguf_file import GGUFFile, GGUFTensor
-from .rope_config import RopeConfig, rope_from_gguf, rope_from_hf
+from .rope_config import GGUF_DIVISORS, GGUFDivisors, RopeConfig, rope_from_gguf, rope_from_hf
 from .settings import Settings, quote
 
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -168,7 +170,7 @@ def _from_hf(
         if is_set and known is False:
             raise config.unsupported(f"{key} is not supported for {architecture}")
     context_len = config.integer("max_position_embeddings")
-    rope = rope_from_hf(config, context_len)
+    rope = rope_from_hf(config, family, context_len, head_dim)
     dtype = config.text("dtype") or config.text("torch_dtype")
     bos_ids = config.token_ids("bos_token_id")
     if not bos_ids and config.get("bos_token_id") is not None:
@@ -185,7 +187,7 @@ def _from_hf(
         context_len=max(context_len, rope.context_len),
         sliding_windows=family.sliding_windows(config, num_layers),
         # null does not stand for the default here: other libraries cannot compute with it, either.
-        rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else family.default_rms_norm_eps),
         hidden_act=config.text("hidden_act") or "silu",
         rope=rope,
         tie_word_embeddings=config.flag("tie_word_embeddings"),
@@ -223,8 +225,8 @@ _GGUF_KEYS = (
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout", "expert_count",
-    "expert_used_count", "pooling_type",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor", "tensor_data_layout",
+    "expert_count", "expert_used_count", "pooling_type", "attention.sliding_window",
 )  # fmt: skip
 _GGUF_POOLINGS = (0, 3)
 """None, and the last token, which is what /v1/embeddings takes by default. Embedding models name their pooling."""
@@ -250,8 +252,10 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         raise metadata.unsupported(f"a mixture of {experts} experts is not supported")
     if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
         raise metadata.unsupported(f"{prefix}pooling_type={pooling} is not supported; supported: 3, the last token")
+    family = FAMILIES[GGUF_ARCHITECTURES[arch]]
+    first_projection = "blk.0.attn_qkv" if family.stacked_projections else "blk.0.attn_q"
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
+    for name in ("token_embd.weight", f"{first_projection}.weight"):
         if name not in tensors:
             raise ValueError(f"{file.path} is not a complete model: it has no tensor {name!r}")
     if len(tensors["token_embd.weight"].shape) != 2:
@@ -261,33 +265,43 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
 
     num_heads, hidden_size = config.integer("attention.head_count"), config.integer("embedding_length")
     head_dim = config.integer("attention.key_length", hidden_size // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    rotary_dim = config.integer("rope.dimension_count", head_dim)
+    if family.partial_rotary and (rotary_dim % 2 or rotary_dim > head_dim):
+        raise metadata.unsupported(
+            f"{prefix}rope.dimension_count must be even and at most {head_dim}, got {rotary_dim}"
+        )
+    for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
         if (given := config.integer(key, head_dim)) != head_dim:
             raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
-    divisors = _rope_divisors(file, tensors["rope_freqs.weight"], head_dim) if "rope_freqs.weight" in tensors else None
-    context_len = config.integer("context_length")
-    rope = rope_from_gguf(config, divisors, context_len)
+    window = config.integer("attention.sliding_window", 0, minimum=0)
+    if window and family.model_type != "phi3":
+        raise metadata.unsupported(f"{prefix}attention.sliding_window={window} is not supported")
+    context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=_MAX_LAYERS)
+    rope = rope_from_gguf(config, _rope_divisors(file, tensors, rotary_dim), context_len)
+    if rotary_dim != head_dim:
+        rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
     special = [_gguf_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture=GGUF_ARCHITECTURES[arch],
         hidden_size=hidden_size,
         intermediate_size=config.integer("feed_forward_length"),
-        num_layers=config.integer("block_count", maximum=_MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=config.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         vocab_size=tensors["token_embd.weight"].shape[0],
         context_len=max(context_len, rope.context_len),
-        rms_norm_eps=config.number("attention.layer_norm_rms_epsilon", 1e-6),
+        sliding_windows=(window or None,) * num_layers,
+        rms_norm_eps=config.number("attention.layer_norm_rms_epsilon", family.default_rms_norm_eps),
         rope=rope,
         tie_word_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
+        qkv_bias=f"{first_projection}.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         bos_token_id=_gguf_token_id(metadata, "bos"),
         eos_token_ids=_distinct(*(token for token in special if token is not None)),
-        dtype=_gguf_dtype(tensors["blk.0.attn_q.weight"].type),
+        dtype=_gguf_dtype(tensors[f"{first_projection}.weight"].type),
         generation=read_generation_defaults(metadata, GGUF_KEYS),
         model_path=file.path,
         load_format=load_format,
@@ -301,13 +315,19 @@ def _gguf_token_id(metadata: Settings, name: str) -> int | None:
     return token if token >= 0 else None
 
 
-def _rope_divisors(file: GGUFFile, tensor: GGUFTensor, head_dim: int) -> tuple[float, ...]:
-    if tensor.shape != (head_dim // 2,) or tensor.type != 0:
-        raise ModelNotSupported(f"{file.path}: rope_freqs.weight must be F32 [{head_dim // 2}], got {tensor}")
-    divisors = file.tensor_bytes(tensor, 4 * tensor.shape[0]).view(np.float32)
-    if not (np.isfinite(divisors) & (divisors > 0)).all():
-        raise ValueError(f"{file.path}: rope_freqs.weight must hold positive numbers, got {quote(divisors.tolist())}")
-    return tuple(divisors.tolist())
+def _rope_divisors(file: GGUFFile, tensors: Mapping[str, GGUFTensor], rotary_dim: int) -> GGUFDivisors:
+    def values(name: str) -> tuple[float, ...] | None:
+        if name not in tensors:
+            return None
+        tensor = tensors[name]
+        if tensor.shape != (rotary_dim // 2,) or tensor.type != 0:
+            raise ModelNotSupported(f"{file.path}: {name} must be F32 [{rotary_dim // 2}], got {tensor}")
+        divisors = file.tensor_bytes(tensor, 4 * tensor.shape[0]).view(np.float32)
+        if not (np.isfinite(divisors) & (divisors > 0)).all():
+            raise ValueError(f"{file.path}: {name} must hold positive numbers, got {quote(divisors.tolist())}")
+        return tuple(divisors.tolist())
+
+    return GGUFDivisors(*map(values, GGUF_DIVISORS))
 
 
 def _gguf_dtype(tensor_type: int) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from .families import Family
 from .settings import Settings, quote
 
 MAX_POSITIONS = 2**31 - 1
@@ -48,12 +50,28 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class FrequencyDivisors:
-    """A divisor for each of the head_dim / 2 frequencies (the tensor `rope_freqs` of GGUF files)."""
+    """A divisor for each frequency, such as the tensor `rope_freqs` of GGUF files."""
 
     divisors: tuple[float, ...]
+    attention_factor: float = 1.0
+    """what cos and sin are multiplied by"""
 
 
-RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | FrequencyDivisors
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753): divisors for contexts of up to `original_context_len` tokens, and for longer ones.
+
+    transformers changes from one to the other when a request becomes long, but keeps the keys of its first tokens. Here
+    the context length of the server decides, as in vLLM and llama.cpp, so all keys have the same frequencies.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context_len: int
+    attention_factor: float
+
+
+RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | FrequencyDivisors | LongRopeScaling
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,16 @@ class RopeConfig:
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    """Number of the first components of a head that are rotated; None: all."""
+
+    def for_context(self, context_len: int) -> RopeConfig:
+        """The config for requests of at most `context_len` tokens. It has no LongRopeScaling."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRopeScaling):
+            return self
+        divisors = scaling.long if context_len > scaling.original_context_len else scaling.short
+        return dataclasses.replace(self, scaling=FrequencyDivisors(divisors, scaling.attention_factor))
 
     @property
     def context_len(self) -> int:
@@ -71,7 +99,16 @@ class RopeConfig:
         return 0
 
 
-def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
+@dataclass(frozen=True)
+class _Sizes:
+    context_len: int
+    """of the model"""
+    original_context_len: int
+    """before it was extended"""
+    rotary_dim: int
+
+
+def rope_from_hf(config: Settings, family: Family, context_len: int, head_dim: int) -> RopeConfig:
     """Read the config from config.json.
 
     transformers 5 writes the key `rope_parameters`, older versions `rope_theta` and `rope_scaling`. `context_len`: the
@@ -86,26 +123,69 @@ def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
     rope_type = params.text("rope_type") or old_type or "default"
     theta_of = params if params.get("rope_theta") is not None else config
     theta = theta_of.number("rope_theta", _DEFAULT_THETA, above=1)
-    for settings in (params, config):
-        if settings.number("partial_rotary_factor", 1.0) != 1:
-            raise settings.refusal("partial_rotary_factor", "1", settings.get("partial_rotary_factor"))
+    rotary_dim = _rotary_dim(params, config, head_dim, family.partial_rotary)
     if rope_type not in _FROM_HF:
         raise ValueError(f"{config.source}: rope type {rope_type!r} is not supported; supported: {', '.join(_FROM_HF)}")
     # As in transformers, the key at the top level of the file takes precedence.
     original = params.integer("original_max_position_embeddings", context_len)
-    original = config.integer("original_max_position_embeddings", original)
-    scaling = _FROM_HF[rope_type](params, original)
+    original = config.integer("original_max_position_embeddings", family.default_original_context_len or original)
+    scaling = _FROM_HF[rope_type](params, _Sizes(context_len, original, rotary_dim))
     if unknown := params.unused():
         raise ValueError(
             f"{config.source}: rope type {rope_type!r} has settings that are not supported: "
             + ", ".join(f"{key}={quote(value)}" for key, value in unknown.items())
         )
-    return RopeConfig(theta, scaling)
+    return RopeConfig(theta, scaling, None if rotary_dim == head_dim else rotary_dim)
 
 
-def rope_from_gguf(config: Settings, divisors: tuple[float, ...] | None, context_len: int) -> RopeConfig:
-    """Read the config from the keys `rope.*` of a GGUF file. `divisors`: values of its `rope_freqs` tensor, if any."""
-    theta = config.number("rope.freq_base", _DEFAULT_THETA, above=1)
+def _rotary_dim(params: Settings, config: Settings, head_dim: int, partial: bool) -> int:
+    # As in transformers, the nested key takes precedence.
+    source = params if params.get("partial_rotary_factor") is not None else config
+    factor = source.number("partial_rotary_factor", 1.0)
+    if not partial:
+        for settings in (params, config):
+            if settings.number("partial_rotary_factor", 1.0) != 1:
+                raise settings.refusal("partial_rotary_factor", "1", settings.get("partial_rotary_factor"))
+    if factor == 1:
+        return head_dim
+    rotary_dim = int(head_dim * factor) if factor < 1 else 0
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise source.refusal(
+            "partial_rotary_factor",
+            f"at most 1, and give an even number of the {head_dim} components of a head",
+            factor,
+        )
+    return rotary_dim
+
+
+GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""The names of the tensors whose values GGUFDivisors has, in its order."""
+
+
+class GGUFDivisors(NamedTuple):
+    """The values of a GGUF file's tensors for rotary embedding. Those that the file does not have are None."""
+
+    all: tuple[float, ...] | None
+    """for every context"""
+    short: tuple[float, ...] | None
+    """for contexts of up to the original length"""
+    long: tuple[float, ...] | None
+    """for longer contexts"""
+
+
+def rope_from_gguf(config: Settings, tensors: GGUFDivisors, context_len: int) -> RopeConfig:
+    """Read the config from the keys `rope.*` of a GGUF file, and from its tensors."""
+    theta, divisors = config.number("rope.freq_base", _DEFAULT_THETA, above=1), tensors.all
+    attention_factor = config.number("rope.scaling.attn_factor", 1.0)
+    if tensors.short is not None and tensors.long is not None:
+        if (kind := config.text("rope.scaling.type")) not in (None, "longrope"):
+            raise config.refusal("rope.scaling.type", "longrope with tensors rope_factors", kind)
+        original = config.integer("rope.scaling.original_context_length", context_len)
+        return RopeConfig(theta, LongRopeScaling(tensors.short, tensors.long, original, attention_factor))
+    if tensors.short is not None or tensors.long is not None:
+        raise ValueError(f"{config.source}: one of the tensors rope_factors_short and rope_factors_long is missing")
+    if attention_factor != 1:
+        raise config.refusal("rope.scaling.attn_factor", "1 without tensors rope_factors", attention_factor)
     # As in llama.cpp, a file without a type scales linearly. Files from before `rope.scaling.factor` have only the
     # linear scale.
     kind = config.text("rope.scaling.type") or "linear"
@@ -124,24 +204,42 @@ def rope_from_gguf(config: Settings, divisors: tuple[float, ...] | None, context
     return RopeConfig(theta, _yarn_scaling(config, factor, original))
 
 
-def _default(params: Settings, original_context_len: int) -> RopeScaling | None:
+def _default(params: Settings, sizes: _Sizes) -> RopeScaling | None:
     # transformers accepts a factor with the default type, and ignores it.
     params.optional_number("factor")
     return None
 
 
-def _linear(params: Settings, original_context_len: int) -> RopeScaling:
+def _linear(params: Settings, sizes: _Sizes) -> RopeScaling:
     return LinearScaling(params.number("factor"))
 
 
-def _llama3(params: Settings, original_context_len: int) -> RopeScaling:
+def _llama3(params: Settings, sizes: _Sizes) -> RopeScaling:
     low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
     if low >= high:
         raise params.refusal("high_freq_factor", f"above low_freq_factor ({low:g})", high)
-    return Llama3Scaling(params.number("factor"), low, high, original_context_len)
+    return Llama3Scaling(params.number("factor"), low, high, sizes.original_context_len)
 
 
-def _yarn(params: Settings, original_context_len: int) -> RopeScaling:
+def _longrope(params: Settings, sizes: _Sizes) -> RopeScaling:
+    count, original = sizes.rotary_dim // 2, sizes.original_context_len
+    factor = params.number("factor", sizes.context_len / original)
+    given = params.optional_number("attention_factor")
+    return LongRopeScaling(
+        params.numbers("short_factor", count),
+        params.numbers("long_factor", count),
+        original,
+        given or _longrope_attention_factor(factor, original),
+    )
+
+
+def _longrope_attention_factor(factor: float, original_context_len: int) -> float:
+    if factor <= 1 or original_context_len == 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_context_len))
+
+
+def _yarn(params: Settings, sizes: _Sizes) -> RopeScaling:
     factor = params.number("factor")
     given = params.optional_number("attention_factor")
     mscale, mscale_all = params.optional_number("mscale"), params.optional_number("mscale_all_dim")
@@ -150,7 +248,7 @@ def _yarn(params: Settings, original_context_len: int) -> RopeScaling:
     return _yarn_scaling(
         params,
         factor,
-        original_context_len,
+        sizes.original_context_len,
         params.number("beta_fast", 32.0),
         params.number("beta_slow", 1.0),
         given,
@@ -184,9 +282,11 @@ def _yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 # There is no "dynamic": its frequencies depend on the length, so cached keys would have the wrong rotation.
-_FROM_HF: dict[str, Callable[[Settings, int], RopeScaling | None]] = {
+_FROM_HF: dict[str, Callable[[Settings, _Sizes], RopeScaling | None]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,  # its first name
 }

@@ -77,6 +77,15 @@ class Settings:
             raise self.refusal(key, "a list of strings", value)
         return value
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` finite numbers above 0. The key is required."""
+        value = self.get(key)
+        numbers = [_finite(item) for item in value] if isinstance(value, list) else []
+        found = tuple(number for number in numbers if number is not None and number > 0)
+        if len(numbers) != count or len(found) != count:
+            raise self.refusal(key, f"a list of {count} finite numbers above 0", value)
+        return found
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """The token ids of a value that is one id or a list of ids; () if it is absent."""
         value = self.get(key)

@@ -42,7 +42,13 @@ class ModelSettings:
     update_weights_dir: Annotated[
         str | None, _server("Folder whose models /update_weights_from_disk may load; default: updates are refused")
     ] = None
-    context_length: Annotated[int | None, Setting("Maximum context length in tokens; default: the model's")] = None
+    context_length: Annotated[
+        int | None,
+        Setting(
+            "Maximum context length in tokens; default: the model's. For a model with LongRoPE, at most its original "
+            "length selects the frequencies of short contexts"
+        ),
+    ] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting(

@@ -48,9 +48,27 @@ ROPES = {
         ),
     ),
 }
+PHI_PARTS = {"half": (0.5, 4), "three quarters": (0.75, 6), "all": (1.0, 8)}
+"""partial_rotary_factor, and the number of frequencies of a head of 16"""
+
+
+@st.composite
+def phi_ropes(draw):
+    """LongRoPE, or no scaling. transformers has no other one for Phi 3."""
+    factor, count = draw(st.sampled_from(list(PHI_PARTS.values())))
+    divisors = st.lists(st.sampled_from([1.0, 1.5, 2, 7.25]), min_size=count, max_size=count)
+    longrope = st.fixed_dictionaries(
+        {"short_factor": divisors, "long_factor": divisors},
+        optional={"attention_factor": st.sampled_from([0.8, 1.3]), "factor": st.sampled_from([0.5, 4.0])},
+    )
+    kind, rope = draw(st.sampled_from([("default", {}), ("longrope", draw(longrope))]))
+    return kind, rope | {"partial_rotary_factor": factor}
+
+
 OF_FAMILY = {
     "llama": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "mistral": some(sliding_window=[None, 3, 7]),
+    "phi3": some(sliding_window=[None, 3, 7]),
     "qwen2": some(use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1, 28]),
     "qwen3": some(
         use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1], attention_bias=[False, True]
@@ -64,6 +82,11 @@ def configs(draw):
     family = draw(st.sampled_from(sorted(OF_FAMILY)))
     kind = draw(st.sampled_from(sorted(ROPES)))
     rope, theta = draw(ROPES[kind]), draw(st.sampled_from([1000.0, 500000.0]))
+    shape = draw(some(rms_norm_eps=[1e-5, 1e-2], head_dim=[8, 12, 32], tie_word_embeddings=[False, True]))
+    if family == "phi3":
+        kind, rope = draw(phi_ropes())
+        shape.pop("head_dim", None)
+        shape |= draw(some(original_max_position_embeddings=[16, 64]))
     if draw(st.booleans()):
         rope = {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **rope}}
     else:
@@ -79,7 +102,7 @@ def configs(draw):
         "eos_token_id": 2,
         "pad_token_id": 0,
         **draw(fixed(num_hidden_layers=[1, 2], intermediate_size=[24, 96])),
-        **draw(some(rms_norm_eps=[1e-5, 1e-2], head_dim=[8, 12, 32], tie_word_embeddings=[False, True])),
+        **shape,
         **draw(OF_FAMILY[family]),
         **rope,
     }

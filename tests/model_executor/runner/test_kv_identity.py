@@ -12,6 +12,7 @@ from toy_runner import TOY, TOY_QWEN
 
 from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.rope_config import LongRopeScaling, RopeConfig
 
 
 def identity(config: ModelConfig = TOY, **settings: object) -> bytes:
@@ -27,6 +28,13 @@ def test_settings_that_kv_does_not_depend_on_share_their_files() -> None:
 def test_other_settings_do_not(settings: dict[str, object]) -> None:
     assert identity() != identity(**settings)
     assert identity() != identity(TOY_QWEN)
+
+
+def test_a_context_with_other_frequencies_does_not() -> None:
+    long = LongRopeScaling((1.0,) * 8, (2.0,) * 8, original_context_len=32, attention_factor=1.2)
+    config = dataclasses.replace(TOY, rope=RopeConfig(scaling=long))
+    of_length = {length: identity(config, context_length=length) for length in (16, 32, 33, 64)}
+    assert of_length[16] == of_length[32] != of_length[33] == of_length[64]
 
 
 def test_kernels_of_a_gpu_with_other_bits_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

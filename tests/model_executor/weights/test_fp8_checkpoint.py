@@ -115,6 +115,13 @@ def test_rounding_is_half_a_step(form: str, seed: int, exponent: int, k: int) ->
     assert made.values.float().abs().max() == FP8_MAX and not made.values[3].float().any()
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp8_block"])
+def test_moved_rows_keep_their_values(form: str) -> None:
+    weight = quantize_fp8(torch.randn(256, 200), form)
+    order = torch.randperm(256)
+    assert torch.equal(weight.with_rows(lambda rows: rows[order]).dequantize(), weight.dequantize()[order])
+
+
 def test_scales_of_blocks_are_those_of_squares() -> None:
     weight = torch.randn(260, 200)
     made = quantize_fp8(weight, "fp8_block")

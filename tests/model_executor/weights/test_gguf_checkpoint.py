@@ -32,6 +32,8 @@ CPU = torch.device("cpu")
         ("mistral_full", "llama"),
         ("qwen2_tied", "qwen2"),
         ("qwen3", "qwen3"),
+        ("phi3", "phi3"),
+        ("phi3_partial", "phi3"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
@@ -54,6 +56,18 @@ def test_dequantises_to_the_bits_of_gguf(kind, tmp_path):
         expected = gguf.dequantize(gguf.quantize(stored, kind), kind).astype(np.float32)
         actual = checkpoint.tensor(name).float().numpy()
         assert np.array_equal(actual, expected) and not np.array_equal(actual, stored)
+
+
+@pytest.mark.parametrize(("kind", "form"), [(Kind.Q8_0, "int8"), (Kind.Q4_1, "int4")])
+def test_rows_of_stacked_projections_keep_their_stored_values(kind, form, tmp_path):
+    """Rows of a tensor, and rows that are reordered because only a part of a head is rotated."""
+    model = make_model("phi3_partial")
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "phi3", kind=kind))
+    names = ["layers.1.qkv_proj.weight", "layers.1.gate_up_proj.weight"]
+    wide = load_parameters(config, torch.float32, CPU)
+    stored = load_parameters(config, torch.float32, CPU, forms=dict.fromkeys(names, form))
+    for name in names:
+        assert torch.equal(stored[name].dequantize(), wide[name])
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.1), ("float32", 1e-4)])

@@ -60,7 +60,14 @@ QWEN = LLAMA | {
     "sliding_window": 9,
     "layer_types": ["full_attention"] * 3,
 }
-CONFIGS = [LLAMA, QWEN, *(LLAMA | {"rope_scaling": scaling} for scaling in ROPE.values())]
+PHI = LLAMA | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5] * 3, "long_factor": [2, 3.5] * 3},
+}
+CONFIGS = [LLAMA, QWEN, PHI, *(LLAMA | {"rope_scaling": scaling} for scaling in ROPE.values())]
 GENERATION = {
     "temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "repetition_penalty": 1.1, "eos_token_id": [2],
 }  # fmt: skip

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -85,6 +86,7 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.o_bias == getattr(source, "attention_bias", False)
     expected = {
         "mistral_window": (7, 7, 7),
+        "phi3": (6, 6, 6),
         "qwen2_upper_window": (None, 9, 9),
         "qwen3_layer_types": (5, None, 5),
     }
@@ -117,6 +119,33 @@ def test_an_empty_rope_scaling_does_not_hide_the_parameters(load, empty):
     assert load(LLAMA | {"rope_scaling": empty, "rope_theta": 5e5}).rope.theta == 5e5
 
 
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (1.5, "at most 1"),
+        (0.1, "even number of the 16"),
+        (0.2, "even number of the 16"),
+        (0, "above 0"),
+        ("0.5", "number"),
+    ],
+)
+def test_a_part_of_a_head_that_cannot_be_rotated_is_refused(load, factor, message):
+    phi = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    for given in ({"partial_rotary_factor": factor}, {"rope_parameters": {"partial_rotary_factor": factor}}):
+        with pytest.raises(ValueError, match=f"partial_rotary_factor must be .*{message}"):
+            load(phi | given)
+    assert load(phi | {"partial_rotary_factor": 0.5}).rope.rotary_dim == 8
+
+
+def test_the_context_of_the_server_chooses_the_divisors_of_longrope(load):
+    rope = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = load(LLAMA | {"rope_scaling": rope, "original_max_position_embeddings": 32})
+    assert config.context_len == 128
+    factor = math.sqrt(1 + math.log(4) / math.log(32))
+    assert config.rope.for_context(32).scaling == FrequencyDivisors((1.0,) * 8, pytest.approx(factor))
+    assert config.rope.for_context(33).scaling == FrequencyDivisors((2.0,) * 8, pytest.approx(factor))
+
+
 def test_yarn_extends_the_context(load):
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert load(LLAMA | {"rope_scaling": yarn}).context_len == 512
@@ -131,7 +160,7 @@ def test_yarn_extends_the_context(load):
         ({"hidden_act": "gelu"}, "gelu.*silu"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*llama3"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor must be a list of 8"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 3}}, "surprise"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor"),
@@ -332,7 +361,7 @@ def test_an_embedding_model_may_name_the_pooling_of_its_last_token(tmp_path, poo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": "gpt2"}, "gpt2.*llama, qwen2, qwen3"),
+        ({"arch": "gpt2"}, "gpt2.*llama, qwen2, qwen3, phi3"),
         ({"extra": [("add_expert_count", 8)]}, "8 experts"),
         ({"extra": [("add_pooling_type", gguf.PoolingType.MEAN)]}, "pooling_type=1 is not supported"),
         ({"extra": [("add_sliding_window", 16)]}, "attention.sliding_window"),
@@ -340,6 +369,8 @@ def test_an_embedding_model_may_name_the_pooling_of_its_last_token(tmp_path, poo
         ({"extra": [("add_rope_dimension_count", 4)]}, "rope.dimension_count"),
         ({"extra": [("add_rope_scaling_type", gguf.RopeScalingType.LONGROPE)]}, "longrope"),
         ({"extra": [("add_uint16", "split.count", 3)]}, "split"),
+        ({"extra": [("add_rope_scaling_attn_factors", 1.2)]}, "attn_factor must be 1 without tensors rope_factors"),
+        ({"tensors": {"rope_factors_long.weight": (4,)}}, "rope_factors_short and rope_factors_long is missing"),
         ({"tensors": {"rope_freqs.weight": (3,)}}, "rope_freqs"),
         ({"tensors": {"rope_freqs.weight": (4,)}, "extra": [("add_rope_scaling_factor", 2.0)]}, "linear.*rope_freqs"),
         ({"skip": ("token_embd.weight",)}, "token_embd"),
@@ -360,7 +391,7 @@ def test_a_config_made_by_hand():
         ModelConfig(architecture="Other", **sizes)
     with pytest.raises(ValueError, match="sliding windows"):
         ModelConfig(architecture="LlamaForCausalLM", **sizes, sliding_windows=(3,))
-    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")}
 
 
 def test_needs_neither_torch_nor_transformers():
