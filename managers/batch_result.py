@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..model_executor.step import StepOutput
+from ..model_executor.step import INVALID_TOKEN, StepOutput
 from ..srt.errors import InvalidLogits, TercetError
 from ..srt.io_struct import AbortFinish, FinishReason
 from .grammar import GrammarFailed
@@ -57,7 +57,7 @@ class ResultProcessor:
         if batch.pooled or batch.shown:
             _keep_hidden(batch, output)
         for place, (req, tokens) in enumerate(zip(batch.sampled, rows, strict=True)):
-            if tokens[-1] < 0:
+            if tokens[-1] == INVALID_TOKEN:
                 self._on_invalid_logits(req, tokens[:-1])
                 continue
             # It ended while these tokens were computed, or `finish_aborted` will end it.

@@ -25,6 +25,7 @@ from ..srt.sampling_params import SamplingParams
 __all__ = [
     "FROM_DEVICE",
     "HIDDEN_UNIT",
+    "INVALID_TOKEN",
     "NO_DRAFT",
     "Choices",
     "Float32Array",
@@ -48,10 +49,10 @@ __all__ = [
 
 FROM_DEVICE = -1
 """In `StepInputs.input_ids`: the row's newest token, which the runner keeps on the device."""
+INVALID_TOKEN = -1
+"""The choice from logits that have a NaN or are all -inf."""
 NO_DRAFT = -2
-"""In `Choices.drafts`: no draft follows. It differs from every choice, also from an invalid one."""
-
-
+"""In `Choices.drafts`: no draft follows. It differs from every choice, also from INVALID_TOKEN."""
 HIDDEN_UNIT = 2.0**-28
 """The unit of StepOutput.hidden_sums. Sums of integers are exact, so they do not depend on chunks.
 
@@ -232,7 +233,7 @@ class StepOutput:
     """The outputs of a step, for its R sampled rows in their order (R is `StepInputs.num_sampled`)."""
 
     tokens: Int32Array
-    """[sum(num_tokens)], new tokens, one row after the other. A row with invalid logits ends with -1."""
+    """[sum(num_tokens)], new tokens, one row after the other. A row with invalid logits ends with INVALID_TOKEN."""
     num_tokens: Int32Array | None = None
     """[R], number of new tokens of each row, >= 1, and more than 1 for accepted drafts. None: 1 for all rows."""
     logprobs: dict[int, Logprobs] = field(default_factory=dict)

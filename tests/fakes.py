@@ -11,6 +11,7 @@ from tercet.managers.req import Req
 from tercet.model_executor.step import (
     FROM_DEVICE,
     HIDDEN_UNIT,
+    INVALID_TOKEN,
     ForwardMode,
     HiddenRange,
     HiddenSum,
@@ -268,7 +269,7 @@ class FakeRunner:
         for end in range(len(slots) - num_drafts, len(slots) + 1):
             self._future[row] = next_token(self._kv_token[slots[:end]], int(self._seed[row]), self.vocab_size)
             is_invalid = row in self.invalid_rows or self.is_nan[slots[:end]].any()
-            tokens.append(-1 if is_invalid else int(self._future[row]))
+            tokens.append(INVALID_TOKEN if is_invalid else int(self._future[row]))
             if is_invalid or end == len(slots) or self._kv_token[slots[end]] != self._kv_of(tokens[-1]):
                 break
         return tokens

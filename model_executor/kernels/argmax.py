@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..step import INVALID_TOKEN
 from .bound import bound
 from .primitives import has_dense_rows
 from .tuning import cdiv, next_power_of_2
 
-INVALID_TOKEN = -1
 _CHUNK = 4096
 NO_ID = tl.constexpr(2**31 - 1)
 """More than any token id."""

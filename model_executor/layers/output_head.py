@@ -46,7 +46,7 @@ class GreedyLayer(Layer, Protocol):
     """The layer of an output head that can keep only the largest logit of each row."""
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """The first most probable token of each row, int64 [n]; -1 if its logits have a NaN or are all -inf."""
+        """The first most probable token of each row, int64 [n]; INVALID_TOKEN if its logits are invalid."""
 
 
 class GreedyHead(PlainHead):

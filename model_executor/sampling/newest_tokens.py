@@ -10,7 +10,7 @@ import torch
 class NewestTokens(NamedTuple):
     """Where the tokens of n rows are stored for the next step.
 
-    A row with an invalid token (-1) may run one more step before the host sees it. 0 is stored for it, because any
+    A row with INVALID_TOKEN may run one more step before the host sees it. 0 is stored for it, because any
     valid id serves there.
     """
 

@@ -20,9 +20,6 @@ from .joint_sampling import MAX_VOCAB_SIZE
 from .logit_edits import LogitEdits
 from .newest_tokens import NewestTokens
 from .sampling_state import SamplingState
-from .token_choice import INVALID_TOKEN
-
-__all__ = ["INVALID_TOKEN", "Sampler"]
 
 
 class RowSampling(Protocol):

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..step import INVALID_TOKEN
 from .joint_sampling import choose_open, choose_ranked, gaps_below_best, weigh
 from .sampling_state import Column, SamplingState
 
 CPU_WIDTHS = (256, 4096)
 """Numbers of tokens that are ranked on a CPU, before the whole vocabulary is."""
-INVALID_TOKEN = -1
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tercet.model_executor.sampling.newest_tokens import NewestTokens
-from tercet.model_executor.sampling.sampler import INVALID_TOKEN, Sampler
-from tercet.model_executor.step import NewRow
+from tercet.model_executor.sampling.sampler import Sampler
+from tercet.model_executor.step import INVALID_TOKEN, NewRow
 from tercet.srt.sampling_params import SamplingParams
 
 KINDS = (

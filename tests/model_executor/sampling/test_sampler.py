@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling_reference import EVERY_KIND, all_rows, new_row, sampler_of_every_kind
 
-from tercet.model_executor.sampling.sampler import INVALID_TOKEN, Sampler
+from tercet.model_executor.sampling.sampler import Sampler
+from tercet.model_executor.step import INVALID_TOKEN
 
 pytestmark = pytest.mark.usefixtures("each_cpu_choice")
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sampling_reference import new_row
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.sampling.sampler import INVALID_TOKEN, Sampler
+from tercet.model_executor.sampling.sampler import Sampler
 from tercet.model_executor.sampling.token_mask import apply_masks_on_cpu, apply_masks_ref
-from tercet.model_executor.step import TokenMasks, num_mask_words
+from tercet.model_executor.step import INVALID_TOKEN, TokenMasks, num_mask_words
 
 compiled = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 KINDS = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.05}, {"frequency_penalty": 1.0}, {}]
