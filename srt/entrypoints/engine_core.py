@@ -33,7 +33,7 @@ from .engine_life import EngineLife
 from .forks import ForkServerDied
 from .grammar_process import GrammarProcess
 from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, Role, stop_children
-from .restarts import Death, RestartBudget, crash_report, retry_pause_s, write_report
+from .restarts import Death, RestartBudget, crash_report, retry_pause_s, start_limit_s, write_report
 from .watchdog import HangDetector, Verdict, report_hang
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,6 @@ T = TypeVar("T")
 
 _MOST_NAMES = 20
 """Requests that the log names after a death. The report has more."""
-_SLOWER_START = 5
-"""A restart may take so many times as long as the first start: weights may come from a disk instead of memory."""
 
 
 class EngineCore:
@@ -74,8 +72,7 @@ class EngineCore:
         self._budget = RestartBudget(server_args.engine_restarts, server_args.engine_restart_window)
         self._stopping = False
         self._restart: asyncio.Task[None] | None = None
-        self._start_limit_s = max(server_args.watchdog_timeout, _SLOWER_START * start_s)
-        """Processes that are not ready by then are killed and started again."""
+        self._start_limit_s = start_limit_s(server_args.watchdog_timeout, start_s)
         self._oom_kills = self._latest_oom_kills = num_oom_kills()
         """The machine's count at the last but one look, and at the last. Older kills do not explain a death."""
         self._hung: ChildProcess | None = None

@@ -30,7 +30,7 @@ from .admin import AbortAnswer, AbortBody, check_abort
 from .forwarded import WHOLE_SERVER, ParentEndpoints
 from .http_server import ENDPOINTS, make_server
 from .processes import ChildProcess, stop_children
-from .restarts import RestartBudget, retry_pause_s
+from .restarts import RestartBudget, retry_pause_s, start_limit_s
 from .routing import Endpoint, Server, json_response
 from .watchdog import HangDetector
 from .worker_link import ServedEngine, Worker
@@ -41,8 +41,6 @@ _NEWS_S = 0.1
 """Time between two checks for changes of the engine's state that came with no output."""
 _ALIVE_S = 0.25
 """Least time between two heartbeats to each worker. They are sent at one of the checks above."""
-_SLOWER_START = 5
-"""A worker may take so many times as long to start as the slowest of those before."""
 
 
 class HttpWorkers:
@@ -230,7 +228,7 @@ class HttpWorkers:
             self._num_failed_starts += 1
             self._start_another(listener, f"it could not be started: {error.strerror or error}", 0)
             return
-        limit_s = max(self._server_args.watchdog_timeout, _SLOWER_START * self._slowest_start_s)
+        limit_s = start_limit_s(self._server_args.watchdog_timeout, self._slowest_start_s)
         ready, _ = await asyncio.wait([worker.child.ready], timeout=limit_s)
         if not ready:
             logger.error("An HTTP worker was not ready within %.0f s; killing it", limit_s)

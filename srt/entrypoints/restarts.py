@@ -28,6 +28,13 @@ _MOST_REQUESTS = 256
 """Requests in a report. Those of the fatal step come first."""
 _RETRY_S = 1.0
 _MOST_DOUBLINGS = 5
+_SLOWER_START = 5
+"""A start may take so many times as long as an earlier one: weights may come from a disk instead of memory."""
+
+
+def start_limit_s(watchdog_timeout_s: float, earlier_s: float) -> float:
+    """Processes that are not ready by then are killed. `earlier_s`: how long such a start took before."""
+    return max(watchdog_timeout_s, _SLOWER_START * earlier_s)
 
 
 def retry_pause_s(num_failures: int) -> float:
