@@ -1,8 +1,8 @@
 """The time of steps with drafts, and the number of drafts that is worth it.
 
-All times are relative to that of a decode step of one token. Their form is fixed: each token adds some, and drafts add
-some, however many they are. Reading the weights takes most of a small step, so one more token adds little. How little
-depends on the processor and the weights, so this is learned from the steps themselves.
+A decode step of one token takes the time 1. Each further token adds a constant, and so do drafts, however many they
+are. Reading the weights takes most of a small step, so one more token adds little. How little depends on the processor
+and the weights, so a factor for the time of drafts is learned from the steps themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_GAIN = 1.05
 _MEMORY = 0.98
 """The weight of a step with drafts shrinks by this factor with each later one."""
 _PRIOR_TIME = 2.0
-"""The weight of the constants above, in time that drafts add: as many steps as take that long."""
+"""The constants above count as much as steps in which drafts have added this time."""
 _FORGETTING = 0.001
 """The share of what was learned that each step without drafts forgets. So drafts that were too expensive are tried
 again."""
@@ -66,12 +66,12 @@ class DraftCost:
             self._measured = self._measured * _MEMORY + min(max(measured, 0.0), _MOST * expected)
 
 
-def choose_counts(guesses: Sequence[tuple[float, int]], num_left: int, factor: float = 1.0) -> list[int]:
-    """Choose how many drafts each request of a step gets, so that the expected tokens per second are most.
+def choose_counts(guesses: Sequence[tuple[float, int]], max_drafts: int, factor: float) -> list[int]:
+    """Choose how many drafts each request of a step gets, for the highest expected number of tokens per second.
 
     Args:
-        guesses: for each request, the probability that a draft is right if those before it are, and its most drafts
-        num_left: most drafts of all requests
+        guesses: for each request, the probability that a draft is right if those before it are, and the most drafts
+        max_drafts: the most drafts of all requests together
         factor: that of DraftCost
     """
     num_reqs = len(guesses)
@@ -88,7 +88,7 @@ def choose_counts(guesses: Sequence[tuple[float, int]], num_left: int, factor: f
     values.sort(reverse=True)
     counts, chosen = [0] * num_reqs, [0] * num_reqs
     expected, best = float(num_reqs), base * MIN_GAIN
-    for number, (value, index) in enumerate(values[:num_left], start=num_reqs + 1):
+    for number, (value, index) in enumerate(values[:max_drafts], start=num_reqs + 1):
         expected += value
         counts[index] += 1
         rate = expected / (step_time(num_reqs) + factor * added_time(num_reqs, number))

@@ -6,8 +6,8 @@
 
 A turn of the loop has four parts: receive, plan step N, launch it, process the results of step N-1. With overlap the
 device works on N while the host processes N-1 and plans N+1; without, N is processed at once. The two differ in nothing
-else: the newest token of each request stays on the device, so planning never needs it. Only the choice of the tokens of
-N waits for the results of N-1, and only if a request in N has a grammar.
+else: the newest token of each request stays on the device, so only a proposer of drafts needs it for a plan. Only the
+choice of the tokens of N waits for the results of N-1, and only if a request in N has a grammar.
 """
 
 from __future__ import annotations

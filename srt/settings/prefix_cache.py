@@ -50,8 +50,8 @@ class PrefixCacheSettings:
     hicache_size: Annotated[
         float | None,
         Setting(
-            "GB (2**30 bytes) of host memory for KV; without --hicache-storage-dir, more than the KV pool has; "
-            "default: none, or 1 with --hicache-storage-dir"
+            "GB (2**30 bytes) of host memory for KV; without --hicache-storage-dir, it must be larger than the KV "
+            "pool; default: none, or 1 with --hicache-storage-dir"
         ),
     ] = None
     hicache_storage_dir: Annotated[

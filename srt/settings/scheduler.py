@@ -93,9 +93,9 @@ class SchedulerSettings:
     speculative_algorithm: Annotated[
         Literal["NGRAM"] | None,
         Setting(
-            "Verify drafts of the next tokens in one step, so that a step may return several tokens; with the C++ "
-            "kernels, it changes no token; NGRAM: drafts are what followed earlier occurrences of the newest tokens; "
-            "only on a CPU; default: no drafts"
+            "How to guess the next tokens of a request (drafts). A step verifies them, and so may return several "
+            "tokens; with the C++ kernels, drafts change no token; NGRAM: what followed an earlier occurrence of the "
+            "newest tokens; only on a CPU; default: no drafts"
         ),
     ] = None
     speculative_num_draft_tokens: Annotated[
