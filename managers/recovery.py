@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -59,7 +59,7 @@ class _Suspect(NamedTuple):
 class Recovery:
     """The suspects of one engine, and the counts of its restarts."""
 
-    def __init__(self, memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, memory_s: float) -> None:
         """`memory_s`: seconds for which requests that equal a culprit are refused."""
         self.num_restarts = 0
         self.num_resumed = 0
@@ -72,7 +72,7 @@ class Recovery:
         self._died_at: float | None = None
         """When the engine died that is being restarted."""
         self._last_restart_s: float | None = None
-        self._clock = clock
+        self._clock = time.monotonic
         self._strikes = Strikes(memory_s, lambda: self._clock())
         self._stopped: dict[str, Generation] = {}
         """Aborted samples whose end the engine has not reported yet."""

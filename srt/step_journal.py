@@ -1,7 +1,7 @@
 """The step journal: which requests the scheduler works on, readable after the scheduler has died.
 
-It is a small mapped file in the run directory. The kernel keeps what a killed process has written to it. A step costs
-two writes to memory; the list of requests is written only when it changes.
+It is a small mapped file in the run directory. The kernel keeps what a killed process has written to it. Most steps
+cost two writes to memory: the requests are written again only if others run, or if one got several tokens at once.
 """
 
 from __future__ import annotations
@@ -120,15 +120,7 @@ class StepJournal:
 class NoJournal:
     """The journal of a scheduler that has none."""
 
-    def begin(
-        self,
-        reqs: Sequence[JournaledReq],
-        num_prompt_tokens: int,
-        unfinished: Iterable[JournaledReq],
-        num_drafts: Sequence[int] | None = None,
-        *,
-        has_jumped: bool = False,
-    ) -> None:
+    def begin(self, *_args: object, **_options: object) -> None:
         """Writes nothing."""
 
     def end(self) -> None:

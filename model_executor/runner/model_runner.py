@@ -96,10 +96,6 @@ class ModelRunner:
         """The size of the KV pool in tokens."""
         return self.kv_pool.size
 
-    @property
-    def has_recorded_steps(self) -> bool:
-        return self._recorded is not None
-
     def record_steps(self, recorded: RecordedSteps) -> None:
         """Run the steps that `recorded` can run with it from now on."""
         self._recorded = recorded

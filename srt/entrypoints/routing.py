@@ -151,11 +151,6 @@ class BoundEndpoint:
         self._query = {query.name for query in endpoint.query}
         self._limits = server.key_limits if endpoint.runs_model else None
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether its requests count for the limits of API keys."""
-        return self._limits is not None
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._endpoint.runs_model:
             scope[ROUTE] = self._endpoint.path

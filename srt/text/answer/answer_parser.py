@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from .answer_text import AnswerText, Part, Reading
@@ -104,17 +103,3 @@ def _read(answer: AnswerText, form: AnswerFormat, inside_reasoning: bool) -> Rea
         yield from TOOL_FORMATS[form.tools].read(answer, form.functions)
     else:
         yield from answer.rest_is_content()
-
-
-def parse_answer(form: AnswerFormat, text: str, inside_reasoning: bool = False) -> list[Part]:
-    """The parts of a complete answer."""
-    parser = AnswerParser(form, inside_reasoning)
-    return join_parts([*parser.push(text), *parser.finish()])
-
-
-def join_parts(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbouring pieces of one part joined."""
-    answer = AnswerText()
-    for part in parts:
-        answer.put(part)
-    return answer.take_parts()

@@ -55,7 +55,7 @@ def test_a_file_of_float32(
     settings = settings_of(config, weight_cache=str(tmp_path / "cache"))
     runner = load_runner(settings, config)
     assert all(isinstance(layer.down_proj, OneDnnLinear) for layer in runner.model.layers)
-    assert runner.has_recorded_steps and not list(tmp_path.glob("cache/*.packed"))
+    assert runner._recorded is not None and not list(tmp_path.glob("cache/*.packed"))
     own = load_runner(settings_of(config, cpu_kernels="fixed"), config)
     assert relative_error(short_logits(runner), short_logits(own)) < 1e-5
     facts = [scheduler_facts(one, config).cpu_kernels for one in (runner, own)]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsed_answers import in_pieces, parse_answer
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser, join_parts, parse_answer
+from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser
 from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content, Part, Reasoning
 from tercet.srt.text.answer.reasoning import REASONING_FORMATS
 from tercet.srt.text.answer.tool_formats import TOOL_FORMATS, detect_tool_format
@@ -51,13 +52,6 @@ def _json_or_text(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def in_pieces(form: AnswerFormat, pieces: list[str], inside: bool = False) -> list[Part]:
-    parser = AnswerParser(form, inside)
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
-    assert parser.finish() == []
-    return join_parts(parts)
 
 
 def both_ways(form: AnswerFormat, text: str, inside: bool = False) -> tuple[str, str, list[tuple[str, Any]]]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from grammar_cases import VOCABULARY, spec_of, takes
+from parsed_answers import parse_answer
 
 from tercet.managers.grammar import Grammar
 from tercet.managers.grammar_backends import make_compiler
-from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
+from tercet.srt.text.answer.answer_parser import AnswerFormat
 from tercet.srt.text.answer.answer_text import Arguments, CallStart
 from tercet.srt.text.answer.constraint import (
     calls_or,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from parsed_answers import parse_answer
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, join_parts, parse_answer
+from tercet.srt.text.answer.answer_parser import AnswerFormat
 from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content
 from tercet.srt.text.answer.tools import Functions
 
@@ -30,8 +31,8 @@ def test_a_part_of_the_mark_that_ends_a_call_is_no_content(tools: str, call: str
     called = [CallStart("now"), Arguments("{}")]
     shortest = 2 if end == "</function>" else 1  # "<" may begin a parameter
     for length in range(shortest, len(end) + 1):
-        assert join_parts(parse_answer(form, call + end[:length])) == called
-    assert join_parts(parse_answer(form, f"{call}<ok>")) == [*called, Content("<ok>")]
+        assert parse_answer(form, call + end[:length]) == called
+    assert parse_answer(form, f"{call}<ok>") == [*called, Content("<ok>")]
 
 
 def test_a_part_of_the_mark_of_a_parameter_is_no_content() -> None:
@@ -46,8 +47,8 @@ def test_in_a_call_that_is_not_complete_a_part_of_a_mark_is_text_of_the_model(re
     form = AnswerFormat(tools="gemma", functions=Functions({"now": None}))
     called = [CallStart("now"), Arguments('{"zone": ')]
     call = "<start_function_call>call:now{zone:"
-    assert join_parts(parse_answer(form, call + rest)) == [*called, Content(rest)]
-    assert join_parts(parse_answer(form, f"{call}<end_function_call>")) == called
+    assert parse_answer(form, call + rest) == [*called, Content(rest)]
+    assert parse_answer(form, f"{call}<end_function_call>") == called
 
 
 @pytest.mark.parametrize(

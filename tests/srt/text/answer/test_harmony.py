@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from parsed_answers import parse_answer
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
+from tercet.srt.text.answer.answer_parser import AnswerFormat
 from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content, Part
 from tercet.srt.text.answer.tools import Functions
 

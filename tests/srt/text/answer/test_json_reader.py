@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsed_answers import parse_answer
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
+from tercet.srt.text.answer.answer_parser import AnswerFormat
 from tercet.srt.text.answer.answer_text import Arguments, CallStart
 from tercet.srt.text.answer.tools import Functions
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from parsed_answers import join_parts
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser, join_parts
+from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser
 from tercet.srt.text.answer.answer_text import Arguments, CallStart
 from tercet.srt.text.answer.tools import Functions
 

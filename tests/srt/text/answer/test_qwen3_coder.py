@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from parsed_answers import parse_answer
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
+from tercet.srt.text.answer.answer_parser import AnswerFormat
 from tercet.srt.text.answer.answer_text import Arguments
 from tercet.srt.text.answer.tools import Functions
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from parsed_answers import parse_answer
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
+from tercet.srt.text.answer.answer_parser import AnswerFormat
 from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content, Reasoning
 from tercet.srt.text.answer.tool_formats import TOOL_FORMATS
 from tercet.srt.text.answer.tools import Functions
