@@ -151,13 +151,7 @@ def measure(
             rate, tokens[engine] = run(engine, batch, sampling)
             rates[engine].append(rate)
         is_equal &= tokens[plain] == tokens[drafting]
-    after = drafts_of(drafting)
-    drafts = SpeculationState(
-        num_verifications=after.num_verifications - before.num_verifications,
-        num_drafts=after.num_drafts - before.num_drafts,
-        num_accepted_drafts=after.num_accepted_drafts - before.num_accepted_drafts,
-    )
-    return Measured(rates[plain], rates[drafting], drafts), is_equal
+    return Measured(rates[plain], rates[drafting], drafts_of(drafting).since(before)), is_equal
 
 
 def drafts_of(engine: LocalEngine) -> SpeculationState:

@@ -33,6 +33,8 @@ class SchedulerMetrics:
         self._num_steps = 0
         self._num_verifications = self._num_drafts = self._num_accepted_drafts = 0
         """See SpeculationState."""
+        self._speculation_before = SpeculationState()
+        """Its counts when the interval began."""
         self.generated_tokens = 0
         self._tokens_before = 0
         """Those that were generated before the interval."""
@@ -165,6 +167,8 @@ class SchedulerMetrics:
         self._busy_since = now
         self._interval_s = 0.0
         self._tokens_before = self.generated_tokens
+        speculation = self.speculation
+        drafts, self._speculation_before = speculation.since(self._speculation_before), speculation
         if not generates:  # for example, a server of embeddings
             return
         logger.info(
@@ -175,7 +179,7 @@ class SchedulerMetrics:
             kv.num_used / kv.allocator.size,
             self._gen_throughput,
             len(queues.waiting),
-            f", accept len: {self.speculation.accept_length:.2f}" if self._num_verifications else "",
+            f", accept len: {drafts.accept_length:.2f}" if drafts.num_verifications else "",
         )
 
 

@@ -1,4 +1,4 @@
-"""What speculative decoding has brought: the drafts of the scheduler, and how many were right."""
+"""How many drafts the scheduler has verified, and how many of them were right."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import msgspec
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
-    """What speculative decoding has brought since the start."""
+    """Counts since the start, or in a part of the time since then."""
 
     num_verifications: int = 0
     """How often a step verified drafts of a request."""
     num_drafts: int = 0
     num_accepted_drafts: int = 0
 
+    def since(self, earlier: SpeculationState) -> SpeculationState:
+        """The counts since `earlier`."""
+        return SpeculationState(
+            num_verifications=self.num_verifications - earlier.num_verifications,
+            num_drafts=self.num_drafts - earlier.num_drafts,
+            num_accepted_drafts=self.num_accepted_drafts - earlier.num_accepted_drafts,
+        )
+
     @property
     def accept_length(self) -> float:
-        """Tokens that a request gets from a step that verifies drafts of it, on average: 1 and the accepted drafts."""
+        """Average tokens that a step returns for a request whose drafts it verifies: 1 and the accepted drafts."""
         return 1 + self.num_accepted_drafts / max(self.num_verifications, 1)
 
     @property

@@ -114,7 +114,7 @@ class MetricsPage(Collector):
 
     def _of_speculation(self, drafts: SpeculationState) -> Iterator[Metric]:
         yield self._gauge(
-            "spec_accept_length", "Tokens of a request in a step that verifies drafts of it", drafts.accept_length
+            "spec_accept_length", "Average tokens of a request in a step that verifies its drafts", drafts.accept_length
         )
         yield self._gauge("spec_accept_rate", "Share of drafts that were accepted", drafts.accept_rate)
         yield self._counter("draft_tokens", "Drafts that were verified", drafts.num_drafts, prefix="tercet")

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from scheduler_rig import Rig
 
+from fakes import EachProposer, expected_output
+from tercet.managers.req import Req
 from tercet.srt.io_struct import Resumed
 
 
@@ -91,6 +95,23 @@ def test_the_throughput_is_that_of_the_last_interval() -> None:
             rig.clock.now += step_s
             rig.turn()
         assert rig.scheduler.state().last_gen_throughput == pytest.approx(1 / step_s)
+
+
+def test_the_log_tells_how_many_drafts_of_the_last_interval_were_right(caplog: pytest.LogCaptureFixture) -> None:
+    """Here an interval is one step: with a right draft, with a wrong one, and without any."""
+    kinds = iter(["right", "wrong", "none"])
+
+    def propose(req: Req, limit: int) -> list[int]:
+        right = expected_output(req.token_ids().tolist(), req.sampling.sampling_seed, 1, 97)
+        return {"right": right, "wrong": [96], "none": []}[next(kinds)]
+
+    rig = Rig(overlap=False, decode_log_interval=1, proposer=EachProposer(propose))
+    rig.add("r", [1, 2, 3], max_new_tokens=20)
+    with caplog.at_level("INFO"):
+        for _ in range(4):  # a line is written at a launch, so it is about the step before
+            rig.turn()
+    lines = [one.getMessage() for one in caplog.records if "Decode batch" in one.getMessage()]
+    assert [re.findall("accept len: (.*)", line) for line in lines] == [[], ["2.00"], ["1.00"]]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
