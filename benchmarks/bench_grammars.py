@@ -10,8 +10,6 @@ The requests run in groups. Each group runs four times: with grammars, twice wit
 the machine's speed changes both sides alike. The grammars are new to the engine in the first run, and it has compiled
 them before the last. The runs without grammars have the prompts, the sampling parameters and the numbers of tokens of
 the first run. Each run begins with an empty prefix cache.
-
-Without --model-path, the default model is used.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from typing import Any
 from ..managers.grammar_loader import MAX_CACHED
 from ..model_executor.runner.settings import resolve_device
 from ..srt.entrypoints.engine import Engine
-from ..srt.model_files.default_model import default_model_settings
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from .argument_types import not_negative_int, positive
@@ -122,8 +119,6 @@ def _parser() -> argparse.ArgumentParser:
 def _engine_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ServerArgs:
     """The settings of the engine. Grammars need a tokenizer."""
     defaults: dict[str, Any] = {"skip_tokenizer_init": False, "max_running_requests": args.num_streams}
-    if not hasattr(args, "model_path") and args.config is None:
-        defaults["model_path"] = default_model_settings().get("model_path")
     for name, value in defaults.items():
         if not hasattr(args, name):
             setattr(args, name, value)

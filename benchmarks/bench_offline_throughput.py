@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tercet.benchmarks.bench_offline_throughput",
-        usage="%(prog)s --model-path MODEL [options]",
+        usage="%(prog)s [options]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

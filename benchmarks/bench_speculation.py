@@ -23,7 +23,6 @@ import torch
 
 from ..managers.local_engine import LocalEngine
 from ..srt.io_struct import AbortFinish
-from ..srt.model_files.default_model import find_default_model
 from ..srt.model_files.model_name import model_name
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
@@ -60,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns the exit code: 1 if drafts have changed a token."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if not hasattr(args, "model_path") and (installed := find_default_model()) is not None:
-        args.model_path = str(installed)
     if not hasattr(args, "speculative_algorithm"):
         args.speculative_algorithm = "NGRAM"
     server_args = engine_args(parser, args)

@@ -1,7 +1,7 @@
 """The flags for the engine under test: the settings of `tercet serve`, except those of the HTTP server.
 
-`--model-path` also accepts the name of a preset. Prompts are token ids, so no tokenizer is loaded. A model that is only
-a config.json gets random weights.
+`--model-path` also accepts the name of a preset. If neither it nor `--config` names a model, the default model is used.
+A model that is only a config.json gets random weights. Prompts are token ids, so no tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 
 from ..srt import command_line as settings
 from ..srt.engine_settings import http_settings
+from ..srt.model_files.default_model import default_model_settings
 from ..srt.server_args import ServerArgs
 from .presets import model_path
 
@@ -22,8 +23,6 @@ def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) 
     """The engine's settings. Exits through `parser.error` for invalid settings."""
     for name in sorted(http_settings().keys() & set(vars(namespace))):
         parser.error(f"{name} is a setting of the HTTP server, which this benchmark does not start")
-    if not hasattr(namespace, "model_path") and namespace.config is None:
-        parser.error("--model-path is required: a model or the name of a preset")
     defaults = {"skip_tokenizer_init": True, "log_level": "warning"}
     try:
         if hasattr(namespace, "model_path"):
@@ -31,7 +30,7 @@ def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) 
             if path.endswith(".json"):
                 defaults.setdefault("load_format", getattr(namespace, "load_format", "dummy"))
         given = argparse.Namespace(**{**vars(namespace), **_missing(namespace, defaults)})
-        return settings.from_namespace(given)
+        return settings.from_namespace(given, default_model_settings)
     except ValueError as error:
         parser.error(str(error))
 

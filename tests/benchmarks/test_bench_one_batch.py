@@ -90,12 +90,6 @@ def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: 
     assert message in capsys.readouterr().err
 
 
-def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_one_batch.main([])
-    assert "--model-path is required" in capsys.readouterr().err
-
-
 def test_a_trace_that_would_be_ignored_or_replaced_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

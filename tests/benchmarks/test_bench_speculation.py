@@ -52,6 +52,14 @@ def test_a_changed_token_is_an_error(
     assert "batch_size=1" not in said
 
 
+def test_the_model_of_a_config_file_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model-path: {tmp_path}/nowhere\n")
+    with pytest.raises(SystemExit):
+        bench_speculation.main(["--config", str(config), "--prompt-len", "10000000"])
+    assert f"{tmp_path}/nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
