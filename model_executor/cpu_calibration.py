@@ -156,7 +156,7 @@ def kept_or_measured(folder: Path | None, key: Mapping[str, Any], measure: Calla
             return ChosenTuning(tuning, "measured")
         kept = _kept(path, key)  # another server was quicker, and both must go on with the same bits
     except OSError as error:
-        logger.warning("The measurement could not be kept in %s: %s", path, error.strerror or error)
+        logger.warning("Each start measures again, because %s cannot be written: %s", path, error.strerror or error)
     return kept or ChosenTuning(_with_default_bits(tuning), "measured")
 
 

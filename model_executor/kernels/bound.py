@@ -128,8 +128,8 @@ def _convention_of(version: str, launcher_class: type) -> _Convention | None:
     convention = _CONVENTIONS.get(version) if launcher_class.__name__ == "CudaLauncher" else None
     if convention is None:
         logger.warning(
-            "Triton %s on this device (%s) launches kernels itself, with more work on the host for each launch: bound "
-            "launches are known for NVIDIA devices and Triton %s",
+            "Each launch of a kernel takes longer: Triton %s on this device (%s) has no bound launches, which need an "
+            "NVIDIA device and Triton %s",
             version, launcher_class.__name__, ", ".join(_CONVENTIONS),
         )  # fmt: skip
     return convention

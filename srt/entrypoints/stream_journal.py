@@ -289,7 +289,8 @@ class StreamJournal:
 
     def _fail(self, error: OSError) -> None:
         if self._retry_at is None:
-            logger.error("%s cannot be written: %s", self._file.path, error.strerror or error)
+            reason = error.strerror or error
+            logger.error("%s cannot be written, so streams may end with this server: %s", self._file.path, reason)
         self._retry_at = time.monotonic() + _RETRY_S
 
 
