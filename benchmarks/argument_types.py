@@ -1,4 +1,4 @@
-"""Types and checks of command-line arguments: numbers in a range, lengths, files, and latency objectives."""
+"""The parser of a benchmark, and types of its arguments: numbers in a range, lengths, files, latency objectives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from pathlib import Path
 
 from .metrics import SLO_NAMES
 from .offline_workloads import Span
+
+
+def benchmark_parser(
+    name: str, description: str | None, usage: str = "[options]", *, allow_abbrev: bool = True
+) -> argparse.ArgumentParser:
+    """The parser of `tercet bench NAME`. `description`: it keeps its line breaks."""
+    return argparse.ArgumentParser(
+        prog=f"tercet bench {name}",
+        usage=f"%(prog)s {usage}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=allow_abbrev,
+    )
 
 
 def positive(text: str) -> int:

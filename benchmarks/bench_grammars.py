@@ -30,7 +30,7 @@ from ..model_executor.runner.settings import resolve_device
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
-from .argument_types import not_negative_int, positive
+from .argument_types import benchmark_parser, not_negative_int, positive
 from .engine_args import add_engine_arguments, engine_args
 from .grammar_workload import Case, random_case
 from .linux_processes import family
@@ -96,12 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_grammars",
-        usage="%(prog)s [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("grammars", __doc__)
     parser.add_argument("--num-prompts", type=positive, default=96, help="constrained requests (default: 96)")
     parser.add_argument("--num-streams", type=positive, default=16, help="requests that run at once (default: 16)")
     parser.add_argument(

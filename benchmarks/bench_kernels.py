@@ -1,6 +1,6 @@
 """Measure every kernel with shapes that occur in serving, against the device's ceilings and against torch.
 
-    python -m tercet.benchmarks.bench_kernels [--only decode,extend] [--model-path llama-3.1-8b ...] [--quick]
+    tercet bench kernels [--only decode,extend] [--model-path llama-3.1-8b ...] [--quick]
 
 Before a kernel is timed, it is compared with its reference implementation in float64 on random data. A kernel that
 fails this check is not timed. Times are medians of graph replays; the L2 cache is overwritten before each replay.
@@ -21,7 +21,7 @@ import torch
 from ..model_executor.runner.settings import resolve_device
 from ..srt.env import triton_interpreted
 from ..srt.model_files.model_name import model_name
-from .argument_types import names
+from .argument_types import benchmark_parser, names
 from .attention_cases import Heads, decode_cases, extend_cases
 from .ceilings import measure_ceilings
 from .kernel_case import Case, CaseMaker
@@ -81,11 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("kernels", __doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     parser.add_argument(
         "--only", default=",".join(_GROUPS), help=f"groups of kernels to measure: {', '.join(_GROUPS)} (default: all)"

@@ -1,6 +1,6 @@
 """Measure the matrix products of one decode step on a CPU, for every packed weight format, against oneDNN.
 
-    python -m tercet.benchmarks.bench_linears [--model-path smollm2-135m] [--batch-size 1,4,16,64] [--kinds bf16,...]
+    tercet bench linears [--model-path smollm2-135m] [--batch-size 1,4,16,64] [--kinds bf16,...]
 
 A step runs every linear layer of the model once, in order, and then the output head. It has no other operations. It is
 recorded and run again, as in a server. Only torch's operations (kinds "oneDNN") are called one by one. With --prefill,
@@ -35,7 +35,7 @@ from ..model_executor.models.family import family_of
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT, HEAD_FORM
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.model_files.model_name import model_name
-from .argument_types import numbers, positive
+from .argument_types import benchmark_parser, numbers, positive
 from .ceilings import INT4, Rate, best_rate
 from .kernel_case import relative_error
 from .presets import PRESETS, load_shape
@@ -266,11 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_linears",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("linears", __doc__)
     parser.add_argument(
         "--model-path",
         default="smollm2-135m",

@@ -1,7 +1,7 @@
 """Measure the throughput of the whole engine, in tokens per second, for many requests at once.
 
-    python -m tercet.benchmarks.bench_offline_throughput --model-path qwen3-0.6b --num-prompts 256
-    python -m tercet.benchmarks.bench_offline_throughput --model-path llama-3.1-8b --num-prompts 32 \\
+    tercet bench offline --model-path qwen3-0.6b --num-prompts 256
+    tercet bench offline --model-path llama-3.1-8b --num-prompts 32 \\
         --input-len 32 --output-len 8192 --compare transformers
 
 `tercet.Engine` runs the three processes. Prompts are random token ids, and sampling is greedy. A peer gets the same
@@ -26,7 +26,7 @@ from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
-from .argument_types import lengths, positive
+from .argument_types import benchmark_parser, lengths, positive
 from .ceilings import measure_ceilings
 from .compare import NEEDS_CHECKOUT, has_peers
 from .engine_args import add_engine_arguments, engine_args
@@ -79,12 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_offline_throughput",
-        usage="%(prog)s [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("offline", __doc__)
     parser.add_argument("--num-prompts", type=positive, default=256, help="number of requests (default: 256)")
     parser.add_argument(
         "--input-len", type=lengths, default=Span(100, 1024), help="prompt tokens, N or A-B (default: 100-1024)"

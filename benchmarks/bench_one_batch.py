@@ -1,6 +1,6 @@
 """Measure single steps: prefill latency, decode steps against the memory bandwidth, and the device's idle time.
 
-    python -m tercet.benchmarks.bench_one_batch --model-path llama-3.2-1b --batch-size 1,32 --context-len 1024,8192
+    tercet bench one-batch --model-path llama-3.2-1b --batch-size 1,32 --context-len 1024,8192
 
 Decode steps are measured twice: directly on the runner ("runner"), and through the scheduler, as in the engine
 ("scheduler"). Both keep one step in flight. Weights, prompts and cached keys and values are random.
@@ -28,7 +28,7 @@ from ..model_executor.runner.settings import resolve_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
-from .argument_types import check_file, numbers, positive
+from .argument_types import benchmark_parser, check_file, numbers, positive
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, decode_step_s, prefill_s
@@ -75,12 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_one_batch",
-        usage="%(prog)s [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("one-batch", __doc__)
     parser.add_argument(
         "--batch-size", type=numbers, default=[1, 32], help="batch sizes of decode steps (default: 1,32)"
     )

@@ -1,6 +1,6 @@
 """Measure the gain of the prefix cache: groups of prompts with a shared prefix, with and without the cache.
 
-    python -m tercet.benchmarks.bench_prefix_cache --model-path qwen3-0.6b --num-groups 32 --prompts-per-group 8
+    tercet bench prefix --model-path qwen3-0.6b --num-groups 32 --prompts-per-group 8
 
 Two engines take turns in the same run. Each round starts with an empty cache. All requests are sent at once, shuffled.
 """
@@ -19,7 +19,7 @@ from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
-from .argument_types import positive
+from .argument_types import benchmark_parser, positive
 from .engine_args import add_engine_arguments, engine_args
 from .offline_workloads import shared_prefix_requests
 from .results import Result, add_results_arguments, finish, number, percent
@@ -69,12 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_prefix_cache",
-        usage="%(prog)s [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("prefix", __doc__)
     parser.add_argument(
         "--num-groups", type=positive, default=32, help="number of groups of prompts with the same prefix (default: 32)"
     )

@@ -1,6 +1,6 @@
 """Measure the cost of quantization: the change of a model's next-token distributions on a text.
 
-    python -m tercet.benchmarks.bench_quantization [--model-path MODEL] [--num-tokens 4096]
+    tercet bench quantization [--model-path MODEL] [--num-tokens 4096]
 
 The text is cut into independent windows. For every token of every window, the next-token distribution is compared with
 that of the same model in float32: the Kullback-Leibler divergence, and whether the likeliest token is the same. The
@@ -33,7 +33,7 @@ from ..srt.model_files.model_config import ModelConfig, load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import load_tokenizer
-from .argument_types import positive
+from .argument_types import benchmark_parser, positive
 from .results import Result, add_results_arguments, finish, number, percent
 from .text_files import read_text
 from .workloads import BUNDLED_TEXT
@@ -65,11 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_quantization",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("quantization", __doc__)
     parser.add_argument(
         "--model-path",
         default=find_default_model(),

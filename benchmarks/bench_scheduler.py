@@ -1,10 +1,10 @@
 """Simulate a server: the real scheduler against a fake device, in simulated time. No model is loaded.
 
-    python -m tercet.benchmarks.bench_scheduler --traffic prefix-tree --request-rate 4 --policies lpm,fcfs
-    python -m tercet.benchmarks.bench_scheduler --replay recorded.schedule --policies lpm,fcfs
-    python -m tercet.benchmarks.bench_scheduler --traffic streams --request-rate 0.1 --input-len 2048 \\
+    tercet bench scheduler --traffic prefix-tree --request-rate 4 --policies lpm,fcfs
+    tercet bench scheduler --replay recorded.schedule --policies lpm,fcfs
+    tercet bench scheduler --traffic streams --request-rate 0.1 --input-len 2048 \\
         --max-itl-ms 100 --planners tercet,sglang-rule,vllm-rule
-    python -m tercet.benchmarks.bench_scheduler --traffic mooncake --trace-path trace.jsonl \\
+    tercet bench scheduler --traffic mooncake --trace-path trace.jsonl \\
         --max-total-tokens 200000 --context-length 131072
 
 The engine's settings are those of `tercet serve`. The same settings and seed give the same figures on every machine.
@@ -58,9 +58,8 @@ class Case:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the simulation of each policy. Returns the exit code: 1 if a run refused all requests."""
-    program = "python -m tercet.benchmarks.bench_scheduler"
-    parser, options = parse(program, argv, __doc__ or "")
-    result = Result(f"scheduler-{options.traffic}", "Simulation of the scheduler", program, argv, None)
+    parser, options = parse(argv, __doc__)
+    result = Result(f"scheduler-{options.traffic}", "Simulation of the scheduler", parser.prog, argv, None)
     try:
         if options.replay is not None:
             case = _replayed(options, result)
@@ -92,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.plot:
                 save_png(Path(options.plot), _traffic_text(options), runs)
         except OSError as error:
-            parser.exit(1, f"{program}: {error}\n")
+            parser.exit(1, f"{parser.prog}: {error}\n")
     all_stats = [run.statistics for run in runs.values()]
     return 0 if all(stats.num_completed or stats.num_aborted for stats in all_stats) else 1
 

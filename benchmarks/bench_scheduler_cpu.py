@@ -1,7 +1,7 @@
 """Measure the processor time that the scheduler needs for a step, by phase. No model is loaded.
 
-    python -m tercet.benchmarks.bench_scheduler_cpu --num-running 256
-    python -m tercet.benchmarks.bench_scheduler_cpu --cases plain,logprobs --cost smollm2-135m-2-cores --page-size 32
+    tercet bench scheduler-cpu --num-running 256
+    tercet bench scheduler-cpu --cases plain,logprobs --cost smollm2-135m-2-cores --page-size 32
 
 The scheduler and its links are those of `tercet serve`. The device computes nothing, and its tokens are random. A new
 request is sent whenever one ends, so nobody waits, except in the case `waiting`. Prompts share nothing. Only the
@@ -43,7 +43,7 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.step_journal import open_journal
 from ..srt.text.tokenizer import load_tokenizer
-from .argument_types import lengths, names, positive
+from .argument_types import benchmark_parser, lengths, names, positive
 from .engine_args import add_engine_arguments
 from .metrics_cpu import metrics_ms
 from .offline_workloads import Span
@@ -99,12 +99,11 @@ CASES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the cases. Returns the exit code."""
-    program = "python -m tercet.benchmarks.bench_scheduler_cpu"
-    parser = _parser(program)
+    parser = _parser()
     options = parser.parse_args(argv)
     try:
         profile = load_profile(options.cost)
-        result = Result("scheduler-cpu", "Processor time of the scheduler", program, argv, None)
+        result = Result("scheduler-cpu", "Processor time of the scheduler", parser.prog, argv, None)
         for name in names("--cases", options.cases, CASES):
             server_args, config = _engine(parser, options, profile, CASES[name])
             turns = _run(CASES[name], server_args, config, profile, options)
@@ -117,13 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser("scheduler-cpu", __doc__)
     parser.add_argument("--num-running", type=positive, default=256, help="running requests (default: %(default)s)")
     parser.add_argument("--num-steps", type=positive, default=1_000, help="steps to measure (default: %(default)s)")
     parser.add_argument(

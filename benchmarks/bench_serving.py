@@ -1,4 +1,4 @@
-"""Measure a running server over HTTP: `tercet bench serving`, or `python -m tercet.benchmarks.bench_serving`.
+"""Measure a running server over HTTP.
 
 It works with Tercet, SGLang, vLLM and any server of the OpenAI API. It loads no torch and uses little processor time,
 so that it hardly slows a server on the same cores. docs/benchmarks.md describes the measurements.
@@ -36,7 +36,7 @@ from .text_files import read_text
 from .traffic import drive, duration_s
 from .workloads import PromptMaker, Request, Stream, random_stream
 
-_PROGRAM = "python -m tercet.benchmarks.bench_serving"
+_PROGRAM = "tercet bench serving"
 _POLL_S = 0.5
 
 

@@ -1,6 +1,6 @@
 """Check the simulator against the real server: the same requests, measured and simulated.
 
-    python -m tercet.benchmarks.bench_simulation --workloads W1,W2,tree
+    tercet bench simulation --workloads W1,W2,tree
 
 For each workload, a server of the default model records its schedule while a client sends the requests, 16 at once.
 The cost of a step is fitted to the recorded steps, and the time outside the scheduler to single requests that are sent
@@ -27,7 +27,7 @@ import numpy as np
 from ..srt.model_files.default_model import default_model_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.schedule_record import Recording
-from .argument_types import names, not_negative_int, positive
+from .argument_types import benchmark_parser, names, not_negative_int, positive
 from .backends import BACKENDS, Output, RequestSettings
 from .http_client import HttpClient, api_key_header
 from .offline_workloads import Span
@@ -43,7 +43,6 @@ from .simulator.traffic import SimRequest, Traffic
 from .traffic import drive
 from .workloads import Request
 
-_PROGRAM = "python -m tercet.benchmarks.bench_simulation"
 _CONCURRENCY = 16
 _NUM_WARMUPS = 16
 _NUM_PROBES = 5
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         vocab_size = load_model_config(model_path, "auto").vocab_size
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    result = Result("simulation", "The simulator against the server", _PROGRAM, argv, None)
+    result = Result("simulation", "The simulator against the server", parser.prog, argv, None)
     table = result.table(
         "Measured by the client, and simulated",
         [
@@ -140,9 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser("simulation", __doc__)
     parser.add_argument("--model-path", metavar="PATH", help="model (default: the installed default model)")
     parser.add_argument("--workloads", metavar="A,B", default="W1,W2,tree", help="workloads (default: %(default)s)")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Measure speculative decoding on a CPU: tokens per second with and without drafts.
 
-    python -m tercet.benchmarks.bench_speculation [--batch-size 1,4,8] [--temperature 0,0.7] [flags of the engine]
+    tercet bench speculation [--batch-size 1,4,8] [--temperature 0,0.7] [flags of the engine]
 
 Two engines run the same requests in alternation, one of them with drafts. Their tokens must be equal. There are two
 kinds of requests. The prompt of `copy` is a passage of the text, and then its first tokens again, so models go on with
@@ -28,7 +28,7 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.speculation_state import SpeculationState
 from ..srt.text.tokenizer import load_tokenizer
-from .argument_types import not_negative, numbers, positive
+from .argument_types import benchmark_parser, not_negative, numbers, positive
 from .engine_args import add_engine_arguments, engine_args
 from .results import Result, add_results_arguments, finish, number, percent
 from .text_files import read_text
@@ -93,11 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_speculation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("speculation", __doc__)
     parser.add_argument(
         "--batch-size", type=numbers, default=[1, 4, 8], metavar="N,...", help="requests at once (default: 1,4,8)"
     )

@@ -1,6 +1,6 @@
 """Measure a server's start: the time from exec to the first 200 of /health, and the memory of each process.
 
-    python -m tercet.benchmarks.bench_startup --rounds 5 MODEL --dtype bfloat16
+    tercet bench startup --rounds 5 MODEL --dtype bfloat16
 
 Flags that are not the benchmark's own go to `tercet serve`. The first start is not timed: it brings files into the page
 cache and fills the weight cache. Linux only.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..srt.entrypoints.processes import Role
-from .argument_types import above_zero, positive
+from .argument_types import above_zero, benchmark_parser, positive
 from .http_client import HttpClient, HttpError, api_key_header
 from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
@@ -58,13 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tercet.benchmarks.bench_startup",
-        usage="%(prog)s [options] [MODEL] [flags of tercet serve]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = benchmark_parser("startup", __doc__, "[options] [MODEL] [flags of tercet serve]", allow_abbrev=False)
     parser.add_argument("--rounds", type=positive, default=5, help="number of measured starts (default: 5)")
     parser.add_argument(
         "--num-requests", type=positive, default=4, help="requests before the second memory measurement (default: 4)"

@@ -1,4 +1,4 @@
-"""Tercet beside other servers: `tercet bench compare`, or `python -m tercet.benchmarks.compare`.
+"""Tercet beside other servers.
 
 The comparison is benchmarks/peers/compare.py. What measures other engines is part of a checkout, not of a wheel.
 """

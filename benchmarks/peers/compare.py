@@ -34,7 +34,7 @@ from .engines import ENGINES, OWN_PYTHON, TERCET, find_on_path, locate
 from .model_files import DEFAULT, TOY, model_files
 from .workload import WORKLOADS, Workload
 
-_PROGRAM = "python -m tercet.benchmarks.compare"
+_PROGRAM = "tercet bench compare"
 _MAKE_MODELS = [str(OWN_PYTHON), "-m", "tercet.benchmarks.peers.models"]
 
 

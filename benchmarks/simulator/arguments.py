@@ -12,7 +12,18 @@ from typing import Any
 from ...srt.model_files.model_config import ModelConfig, load_model_config
 from ...srt.server_args import ServerArgs
 from ...srt.settings.setting import flag_name
-from ..argument_types import above_zero, check_file, lengths, not_negative, not_negative_int, positive, rate, ratio, slo
+from ..argument_types import (
+    above_zero,
+    benchmark_parser,
+    check_file,
+    lengths,
+    not_negative,
+    not_negative_int,
+    positive,
+    rate,
+    ratio,
+    slo,
+)
 from ..engine_args import add_engine_arguments, engine_args
 from ..metrics import SLO_NAMES
 from ..offline_workloads import Span
@@ -79,16 +90,9 @@ _DEFAULT_REQUESTS = 1_000
 _DEFAULT_ROUND_TRIP_MS = 2.0
 
 
-def parse(
-    program: str, argv: Sequence[str] | None, description: str
-) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def parse(argv: Sequence[str] | None, description: str | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The complete and checked options. Exits with a message for invalid ones."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s [options]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("scheduler", description)
     _add_traffic_flags(parser.add_argument_group("traffic"))
     _add_run_flags(parser.add_argument_group("simulation"))
     add_results_arguments(parser)

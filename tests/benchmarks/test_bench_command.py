@@ -118,7 +118,13 @@ def test_a_folder_without_a_model_is_said(
     assert f"error: '{tmp_path}/config.json' is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [module for module, _ in launch_server._BENCHMARKS.values()])
-def test_every_benchmark_has_a_main(module: str) -> None:
+@pytest.mark.parametrize(("name", "module"), [(name, one) for name, (one, _) in launch_server._BENCHMARKS.items()])
+def test_every_benchmark_has_a_main_and_calls_itself_as_the_user_does(
+    name: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     main = importlib.import_module(f"tercet.benchmarks.{module}").main
     assert list(inspect.signature(main).parameters) == ["argv"]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: tercet bench {name} ") and "python -m" not in said

@@ -60,7 +60,7 @@ def test_texts_and_details_are_those_of_the_server(site: LiveSite, bench: Bench,
         assert line["total_output_tokens"] == sum(line["output_lens"])
         assert [line[name] for name in ("random_input_len", "random_output_len", "seed")] == [20, 9, 42]
         assert line["server_info"]["model_path"] == "/models/tiny-1" and "api_key" not in line["server_info"]
-        assert line["command"].startswith("python -m tercet.benchmarks.bench_serving --base-url")
+        assert line["command"].startswith("tercet bench serving --base-url")
         # The server may put several tokens into the first chunk.
         assert all(len(itls) < n for itls, n in zip(line["itls"], line["output_lens"], strict=True))
 
