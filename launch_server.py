@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from . import __version__
 from .srt import command_line as settings
 from .srt.machine.standard_files import open_standard_files
-from .srt.model_files.default_model import DEFAULT_MODEL_NAME, INSTALL_COMMAND, default_model_settings
+from .srt.model_files.default_model import DEFAULT_MODEL_NAME, INSTALL_COMMAND
 from .srt.server_args import ServerArgs
 from .srt.settings.checks import check_tokenizer_settings
 
@@ -122,7 +122,7 @@ def server_args_of(namespace: argparse.Namespace) -> ServerArgs:
         if named is not None and named != namespace.model:
             raise ValueError(f"two different models are given: {namespace.model} and --model-path {named}")
         namespace.model_path = namespace.model
-    server_args = settings.from_namespace(namespace, default_model_settings)
+    server_args = settings.from_namespace(namespace)
     check_tokenizer_settings(server_args)
     return server_args
 

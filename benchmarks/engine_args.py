@@ -10,7 +10,6 @@ import argparse
 
 from ..srt import command_line as settings
 from ..srt.engine_settings import http_settings
-from ..srt.model_files.default_model import default_model_settings
 from ..srt.server_args import ServerArgs
 from .presets import model_path
 
@@ -30,7 +29,7 @@ def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) 
             if path.endswith(".json"):
                 defaults.setdefault("load_format", getattr(namespace, "load_format", "dummy"))
         given = argparse.Namespace(**{**vars(namespace), **_missing(namespace, defaults)})
-        return settings.from_namespace(given, default_model_settings)
+        return settings.from_namespace(given)
     except ValueError as error:
         parser.error(str(error))
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from . import env
-from .model_files.default_model import DEFAULT_MODEL_NAME
+from .model_files.default_model import DEFAULT_MODEL_NAME, default_model_settings
 from .server_args import ServerArgs
 from .settings.setting import Setting, flag_name
 
@@ -105,10 +105,10 @@ def _parser(flag: _Flag) -> Callable[[str], Any]:
     return parse
 
 
-def from_namespace(namespace: argparse.Namespace, no_model: Callable[[], Mapping[str, Any]] = dict) -> ServerArgs:
-    """Make settings from parsed arguments. Raises ValueError as ServerArgs does.
+def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
+    """Make settings from parsed arguments. If neither they nor the file name a model, it is the default model.
 
-    `no_model` returns the settings that are used if neither the command line nor the file names a model.
+    Raises ValueError as ServerArgs does, and if there is no model.
     """
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     values: dict[str, Any] = {}
@@ -116,9 +116,7 @@ def from_namespace(namespace: argparse.Namespace, no_model: Callable[[], Mapping
         values.update(_read_config(namespace.config))
     values.update({key: value for key, value in vars(namespace).items() if key in known})
     if "model_path" not in values:
-        values = {**no_model(), **values}
-    if "model_path" not in values:
-        raise ValueError("no model is given; name it with --model-path, or as model_path in the file of --config")
+        values = {**default_model_settings(), **values}
     if "api_key" not in values:
         values["api_key"] = env.api_key()
     # A key from a file usually ends with a line break.

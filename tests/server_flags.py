@@ -1,4 +1,4 @@
-"""The settings of a server from flags alone: no MODEL, and no default model."""
+"""The settings of a server from flags alone, without MODEL."""
 
 from __future__ import annotations
 
