@@ -28,7 +28,7 @@ from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import resolve_settings
 from ..model_executor.step import ForwardMode
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT
-from ..srt.model_files.default_model import find_default_model
+from ..srt.model_files.default_model import require_default_model
 from ..srt.model_files.model_config import ModelConfig, load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        if args.model_path is None:
-            raise ValueError("--model-path is required because the default model is not installed")
+        args.model_path = args.model_path or str(require_default_model())
         if not cpu_extension.load():
             raise ValueError("quantization needs the compiled C++ kernels, which are not available on this processor")
         config = load_model_config(args.model_path)
@@ -66,11 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("quantization", __doc__)
-    parser.add_argument(
-        "--model-path",
-        default=find_default_model(),
-        help="model with weights and a tokenizer (default: the default model)",
-    )
+    parser.add_argument("--model-path", help="model with weights and a tokenizer (default: the default model)")
     parser.add_argument(
         "--text", metavar="FILE", type=Path, default=BUNDLED_TEXT, help="text to predict (default: the bundled text)"
     )
@@ -89,7 +84,7 @@ def read_windows(args: argparse.Namespace, config: ModelConfig) -> torch.Tensor:
     num_windows = args.num_tokens // args.window
     if num_windows < 1:
         raise ValueError(f"--num-tokens must be at least --window {args.window}, got {args.num_tokens}")
-    ids = load_tokenizer(str(args.model_path)).encode(read_text(args.text))
+    ids = load_tokenizer(args.model_path).encode(read_text(args.text))
     if len(ids) < num_windows * args.window:
         raise ValueError(f"--num-tokens must be at most {len(ids)}, the length of {args.text}, got {args.num_tokens}")
     return torch.tensor(ids[: num_windows * args.window]).view(num_windows, args.window)

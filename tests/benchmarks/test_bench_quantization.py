@@ -12,6 +12,7 @@ from tiny_models import make_model, reference_logits, save
 
 from tercet.benchmarks import bench_quantization
 from tercet.model_executor import cpu_extension
+from tercet.srt.model_files import default_model
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -68,3 +69,12 @@ def test_what_cannot_be_measured_is_refused(
     with pytest.raises(SystemExit):
         bench_quantization.main([*flags, *given])
     assert message in capsys.readouterr().err
+
+
+def test_without_a_model_the_error_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(default_model, "find_default_model", lambda: None)
+    with pytest.raises(SystemExit):
+        bench_quantization.main([])
+    assert default_model.INSTALL_COMMAND in capsys.readouterr().err
