@@ -1,6 +1,7 @@
 """gpt-oss (Harmony): messages on channels, `<|channel|>NAME<|message|>text<|end|>`.
 
-The channel `analysis` is reasoning and `final` is content. A message to `functions.NAME` is a tool call.
+The channel `analysis` is reasoning and `final` is content. A message to `functions.NAME` is a tool call. A message to
+anything else keeps its header and its marks, which have the name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ CHANNEL = "<|channel|>"
 MESSAGE = "<|message|>"
 START = "<|start|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
+_RECIPIENT = re.compile(r"\bto=(functions\.)?([\w.\-]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
@@ -42,11 +43,16 @@ def _read_message(answer: AnswerText, header: str, functions: Functions) -> Read
     recipient = _RECIPIENT.search(header)
     channel = _CHANNEL.search(header)
     answer.new_part()
-    if recipient is not None and recipient.group(1) in functions:
-        answer.start_call(recipient.group(1))
+    if recipient is not None and recipient.group(1) and recipient.group(2) in functions:
+        answer.start_call(recipient.group(2))
         yield from answer.until(marks_of(*ENDS), answer.arguments)
-    elif channel is not None and channel.group(1) == "analysis":
-        yield from answer.until(marks_of(*ENDS), answer.reasoning)
+        return
+    is_reasoning = channel is not None and channel.group(1) == "analysis"
+    put = answer.reasoning if is_reasoning else answer.content
+    if recipient is not None:
+        put(header + MESSAGE)
+    end = yield from answer.until(marks_of(*ENDS), put)
+    if recipient is not None:
+        put(end)
+    if is_reasoning or recipient is not None:
         answer.new_part()
-    else:
-        yield from answer.until(marks_of(*ENDS), answer.content)
