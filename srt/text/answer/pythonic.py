@@ -44,7 +44,11 @@ def _read_list(answer: AnswerText, functions: Functions) -> Reading[None]:
             break
         answer.hold()
         yield from answer.skip_space()
-        if (yield from answer.accept(",", "]")) != ",":
+        follows = yield from answer.accept(",", "]")
+        if follows == ",":  # Python allows one at the end of a list
+            yield from answer.skip_space()
+            follows = (yield from answer.accept("]")) or ","
+        if follows != ",":
             yield from answer.skip_space()
             yield from answer.accept_end(END)
             answer.release()

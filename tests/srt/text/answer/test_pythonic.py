@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from parsed_answers import join_parts
+from parsed_answers import join_parts, parse_answer
 
 from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser
-from tercet.srt.text.answer.answer_text import Arguments, CallStart
+from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content
 from tercet.srt.text.answer.tools import Functions
 
 FORMAT = AnswerFormat(tools="pythonic", functions=Functions({"f": None}))
@@ -60,3 +60,12 @@ def test_line_breaks_in_strings_and_constants_of_both_notations(source: str, val
 @pytest.mark.parametrize("source", ["Paris", "truely", "[true, maybe]", "f'{true}'", "-true", "true()", "{true, 1}"])
 def test_what_is_no_literal_becomes_a_string(source: str) -> None:
     assert value_of(source) == source
+
+
+@pytest.mark.parametrize("text", ["[f(),]", "[f(), f(),]", "<|python_start|>[f() , ] <|python_end|>"])
+def test_a_list_may_end_with_a_comma(text: str) -> None:
+    calls = [CallStart("f"), Arguments("{}")] * text.count("f")
+    assert parse_answer(FORMAT, text) == calls
+    assert parse_answer(FORMAT, f"{text} Done") == [*calls, Content("Done")]
+    whole = parse_answer(FORMAT, text.replace(",", ", g(), "))
+    assert isinstance(whole[-1], Content) and whole[-1].text.startswith(", g()")
