@@ -9,7 +9,7 @@ import re
 
 from .answer_text import AnswerText, Reading, marks_of
 from .json_reader import json_string, strict_loads
-from .tools import Functions
+from .tools import KINDS, Functions
 
 START = "<tool_call>"
 END = "</tool_call>"
@@ -17,16 +17,6 @@ FUNCTION = "<function="
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
 NAME = re.compile(r"[^<>\n]+")
-_KINDS: dict[type, tuple[str, ...]] = {
-    type(None): ("null",),
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    str: ("string",),
-    list: ("array",),
-    dict: ("object",),
-}
-"""JSON Schema's names for the type of a value."""
 _VALUE_END = marks_of("\n" + PARAMETER_END, PARAMETER_END)
 
 
@@ -100,6 +90,6 @@ def as_json(text: str, kinds: frozenset[str] = frozenset()) -> str:
         value = strict_loads(written)
     except (ValueError, RecursionError):
         return f'"{json_string(text)}"'
-    if "string" in kinds and kinds.isdisjoint(_KINDS[type(value)]):
+    if "string" in kinds and kinds.isdisjoint(KINDS[type(value)]):
         return f'"{json_string(text)}"'
     return written.strip()

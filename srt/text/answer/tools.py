@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+KINDS: dict[type, tuple[str, ...]] = {
+    type(None): ("null",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+}
+"""JSON Schema's names for the type of a value."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -41,8 +51,8 @@ class Functions:
 
 
 def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
-    """The types of a schema: `type` is one or a list of them, and `anyOf` and `oneOf` have alternatives. `$ref` names
-    another part of the whole schema, `root`.
+    """The types of a schema: `type` is one or a list of them, `enum` and `const` have values, `anyOf` and `oneOf` have
+    alternatives, and `$ref` names another part of the whole schema, `root`.
 
     There is no recursion, because a client chooses the depth.
     """
@@ -53,6 +63,10 @@ def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]
         one = alternatives.pop()
         if not isinstance(one, Mapping):
             return frozenset()
+        values = [one["const"]] if "const" in one else one.get("enum")
+        if isinstance(values, list):
+            kinds.update(kind for value in values for kind in KINDS[type(value)])
+            continue
         kind = one.get("type")
         ref = one.get("$ref")
         if kind is None and isinstance(ref, str):
