@@ -9,9 +9,9 @@ def main() -> int:
     """Returns the exit code."""
     try:
         # Imported here, so that Ctrl-C ends the command as quietly during its imports as later.
-        from . import launch_server
+        from . import commands
 
-        return launch_server.main()
+        return commands.main()
     except KeyboardInterrupt:
         return 130
 

@@ -64,7 +64,7 @@ TESTED_IN = {
 def layer(tree: SourceTree, name: str) -> int:
     """The layer of a module; KeyError for a new top-level folder, which has to be given one first.
 
-    The files beside `__init__.py`, such as launch_server.py, are entry points.
+    The files beside `__init__.py`, such as commands.py, are entry points.
     """
     if tree.modules()[name].path.parent == tree.root:
         return ENTRY_LAYER

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet import launch_server
+from tercet import commands
 from tercet.benchmarks import bench_serving
 
 
@@ -17,21 +17,21 @@ def test_arguments_go_to_the_benchmark_untouched(monkeypatch: pytest.MonkeyPatch
     seen: list[list[str]] = []
     monkeypatch.setattr(bench_serving, "main", lambda argv: seen.append(argv) or 7)
     for argv in ([], ["--help"], ["--model", "x", "--num-prompts", "3", "--version"]):
-        assert launch_server.main(["bench", "serving", *argv]) == 7
+        assert commands.main(["bench", "serving", *argv]) == 7
         assert seen.pop() == argv
 
 
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["bench", "--help"], ["bench", "nonsense"]):
         with pytest.raises(SystemExit):
-            launch_server.main(argv)
+            commands.main(argv)
         out, err = capsys.readouterr()
-        assert all(name in out + err for name in launch_server._BENCHMARKS)
+        assert all(name in out + err for name in commands._BENCHMARKS)
     with pytest.raises(SystemExit):
-        launch_server.main(["bench"])
+        commands.main(["bench"])
     assert capsys.readouterr().err.endswith("the following arguments are required: BENCHMARK\n")
     with pytest.raises(SystemExit) as caught:
-        launch_server.main(["bench", "serving", "--help"])
+        commands.main(["bench", "serving", "--help"])
     assert caught.value.code == 0
     assert "--request-rate" in capsys.readouterr().out
 
@@ -42,7 +42,7 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
 ) -> None:
     for argv in (["--help"], ["--port", "80"]):
         with pytest.raises(SystemExit):
-            launch_server.main(["bench", benchmark, *argv])
+            commands.main(["bench", benchmark, *argv])
     out, err = capsys.readouterr()
     assert "--page-size" in out and "--port" not in out
     assert "port is a setting of the HTTP server, which this benchmark does not start" in err
@@ -85,7 +85,7 @@ def test_a_wrong_value_is_said_before_anything_runs(
     capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
-        launch_server.main(["bench", *argv])
+        commands.main(["bench", *argv])
     assert message in capsys.readouterr().err
 
 
@@ -102,7 +102,7 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_runs(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(SystemExit):
-        launch_server.main(["bench", *argv])
+        commands.main(["bench", *argv])
     assert message in capsys.readouterr().err
 
 
@@ -113,12 +113,12 @@ def test_a_folder_without_a_model_is_said(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tiny = ["--tiny"] if benchmark == "kernels" else []
     with pytest.raises(SystemExit) as caught:
-        launch_server.main(["bench", benchmark, *tiny, "--model-path", str(tmp_path)])
+        commands.main(["bench", benchmark, *tiny, "--model-path", str(tmp_path)])
     assert caught.value.code == 2
     assert f"error: '{tmp_path}/config.json' is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "module"), [(name, one) for name, (one, _) in launch_server._BENCHMARKS.items()])
+@pytest.mark.parametrize(("name", "module"), [(name, one) for name, (one, _) in commands._BENCHMARKS.items()])
 def test_every_benchmark_has_a_main_and_calls_itself_as_the_user_does(
     name: str, module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

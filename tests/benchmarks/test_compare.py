@@ -20,7 +20,7 @@ from bench_tokenizers import bytes_only
 from fake_engines import fake
 from patience import PATIENCE_S
 
-from tercet import launch_server
+from tercet import commands
 from tercet.benchmarks import bench_offline_throughput
 from tercet.benchmarks.peers import compare, comparison, engines
 from tercet.benchmarks.peers.engines import ENGINES, Capacity, Engine
@@ -264,7 +264,7 @@ def test_models_are_made_where_there_are_none(bench: Bench, monkeypatch: pytest.
 
 def test_the_command_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        launch_server.main(["bench", "compare", "--help"])
+        commands.main(["bench", "compare", "--help"])
     assert ended.value.code == 0 and "--peer NAME=PATH" in capsys.readouterr().out
 
 
@@ -387,7 +387,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_installed_command_says_that_it_needs_a_checkout(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch_server.main(["bench", "compare", *argv]) == 2
+    assert commands.main(["bench", "compare", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("tercet bench compare: ") and "checkout of the repository" in err
 

@@ -16,7 +16,7 @@ from live_site import live_site
 from patience import PATIENCE_S
 from toy_engine import environment
 
-from tercet.launch_server import main
+from tercet.commands import main
 from tercet.srt.entrypoints import chat_cli, server
 from tercet.srt.entrypoints.chat_cli import Conversation, choose_partner
 from tercet.srt.entrypoints.chat_partners import ChatError, ChatMessage, ChatOptions, ServerChat, find_server
