@@ -21,7 +21,6 @@ from ...srt.io_struct import (
     FlushCacheReq,
     GenerateReq,
     RetainReq,
-    StopFinish,
     ToDetokenizer,
     ToScheduler,
     ToTokenizer,
@@ -149,33 +148,17 @@ class _Comparing:
         if isinstance(message, Flush):
             return FlushCacheReq(0)
         if isinstance(message, Retain):
-            arrival, (output_ids, _) = self._arrivals[message.number], self._output(message.number)
+            arrival, (output_ids, _) = self._arrivals[message.number], self._replay.output(message.number)
             assert output_ids is not None
             ids = np.concatenate([self._replay.recording.ids(arrival.ids), output_ids])
             return RetainReq(str(message.number), ids.tobytes(), _options(arrival, None), message.seconds)
         if isinstance(message, Abort):
             return AbortReq(None if message.number is None else str(message.number))
         self._arrivals[message.number] = message
-        output_ids, stop_id = self._output(message.number)
+        output_ids, stop_id = self._replay.output(message.number)
         self._requests[message.number] = _Request(output_ids)
         prompt_ids = self._replay.recording.ids(message.ids)
         return GenerateReq(str(message.number), prompt_ids.tobytes(), _options(message, stop_id), message.resumed)
-
-    def _output(self, number: int) -> tuple[np.ndarray | None, int | None]:
-        """The output of a request, and the token that stops it.
-
-        With overlap, the cache gets the last token, too. So that one stops the request. If an earlier one is the same,
-        a token that is not in the vocabulary stands for the last one.
-        """
-        end = self._replay.script.ends.get(number)
-        if end is None:
-            return None, None
-        ids = self._replay.recording.ids(end.ids)
-        if not isinstance(end.finish, StopFinish) or not len(ids):
-            return ids, None
-        if ids[-1] in ids[:-1]:
-            ids = np.append(ids[:-1], np.int32(self._eos_id))
-        return ids, int(ids[-1])
 
     # The outbox
 

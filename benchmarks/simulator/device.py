@@ -52,7 +52,7 @@ class DeviceRequest(Protocol):
 
     num_output_tokens: int
     recorded_ids: np.ndarray | None
-    """Its output in a recording; None: any tokens will do."""
+    """The beginning of its output; None: any tokens will do."""
     row: int
     """Its last row; 0 before the first."""
     last_token_s: float
@@ -161,9 +161,9 @@ class SimDevice:
         self._watcher.on_token_gaps(gaps[~np.isnan(gaps)])
         self._last_token_s[counted] = self._clock.now_s
         tokens = (step.numbers * 7919 + lens) % self._vocab_size
-        if self._has_recorded_ids:
-            self._play(step, tokens)
         tokens[lens == last_lens] = eos_id(self._vocab_size)
+        if self._has_recorded_ids:  # their last token may be a stop token, which later prompts have
+            self._play(step, tokens)
         if step.drafted is None:
             return StepOutput(tokens.astype(np.int32))
         verified = verify(tokens.astype(np.int32), step.drafted)

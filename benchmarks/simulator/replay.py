@@ -12,12 +12,13 @@ import numpy as np
 
 from ...managers.step_cost import PRIOR, StepShape
 from ...model_executor.step import ForwardMode, StepInputs
-from ...srt.io_struct import AbortFinish
+from ...srt.io_struct import AbortFinish, StopFinish
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.schedule_record import Abort, Arrival, End, Flush, Record, Recording, Retain, Start, Step
 from ...srt.server_args import ServerArgs
 from ..presets import load_shape
 from .cost import DeviceProfile
+from .device import eos_id
 from .scatter import Scatter
 from .traffic import SimRequest
 from .whole_fit import fit_cost
@@ -188,7 +189,8 @@ class Replay:
                     continue
                 end = self.script.ends[message.number]
                 first_s = message.at_s if first_s is None else first_s
-                output_ids = self.recording.ids(end.ids)
+                output_ids, stop_id = self.output(message.number)
+                assert output_ids is not None
                 left = isinstance(end.finish, AbortFinish) and end.finish.err_type is None
                 yield SimRequest(
                     message.at_s - first_s,
@@ -198,9 +200,27 @@ class Replay:
                     message.options.tenant,
                     aborts_after_s=end.at_s - message.at_s if left else None,
                     options=message.options,
-                    recorded_ids=output_ids,
+                    # The device ends any other output with a token of its own, whatever the limits of this run.
+                    recorded_ids=output_ids if left or stop_id is not None else output_ids[:-1],
+                    stop_id=stop_id,
                     ends_in_tool_call=message.number in self.script.tool_calls,
                 )
+
+    def output(self, number: int) -> tuple[np.ndarray | None, int | None]:
+        """The output of a request, and the token that stops it. None where the recording has none.
+
+        The cache may have the last token, too: with overlap, or if it was a draft. So that one stops the request. If an
+        earlier one is the same, a token that is not in the vocabulary stands for the last one.
+        """
+        end = self.script.ends.get(number)
+        if end is None:
+            return None, None
+        ids = self.recording.ids(end.ids)
+        if not isinstance(end.finish, StopFinish) or not len(ids):
+            return ids, None
+        if ids[-1] in ids[:-1]:
+            ids = np.append(ids[:-1], np.int32(eos_id(self.start.vocab_size)))
+        return ids, int(ids[-1])
 
     def arrivals(self) -> dict[int, Arrival]:
         """The requests by number."""

@@ -204,6 +204,7 @@ class Simulation:
             _GREEDY,
             max_new_tokens=request.max_new_tokens or request.num_output_tokens,
             sampling_seed=request.number,
+            stop_token_ids=None if request.stop_id is None else [request.stop_id],
         )
         if request.options is not None:
             options = msgspec.structs.replace(

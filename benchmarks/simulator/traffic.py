@@ -42,7 +42,9 @@ class SimRequest:
     options: RequestOptions | None = None
     """The options of a recorded request."""
     recorded_ids: np.ndarray | None = None
-    """The output of a recorded request."""
+    """The output of a recorded request. Tokens after it are the device's."""
+    stop_id: int | None = None
+    """The last token of `recorded_ids`, if it ends the request."""
     number: int = -1
     """Numbers follow the order of arrival."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
 import msgspec
 import numpy as np
 import pytest
+from recorded_schedules import Recorded
 from simulations import MODEL, flat_cost, request, settings, simulate
 
 from tercet.benchmarks import bench_simulation
@@ -18,12 +19,16 @@ from tercet.benchmarks.simulator.cost import PROFILES
 from tercet.benchmarks.simulator.replay import Replay
 from tercet.benchmarks.simulator.scatter import Scatter
 from tercet.benchmarks.simulator.simulation import Simulation
+from tercet.benchmarks.simulator.statistics import RunStatistics
 from tercet.benchmarks.simulator.traffic import SimRequest, Traffic
 from tercet.managers.engine_view import StepLog
 from tercet.managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from tercet.managers.scheduler import Scheduler
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.step_cost import StepShape
+from tercet.srt.io_struct import GenerateReq, pack_ids
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.schedule_record import Recording
 
 START_S = 100.0
@@ -112,3 +117,39 @@ def test_the_planner_learns_the_time_of_the_device_without_that_of_the_host() ->
     gap = simulation.scheduler.planner.gap
     assert gap is not None
     assert gap.model.cost.seconds(StepShape.of_decode(1, 30)) == pytest.approx(1.0, rel=0.05)
+
+
+def _next_token(ids: Sequence[int], seed: int, vocab_size: int, weights: int = 0) -> int:
+    """0 1 6 7 4 5 2 3, again and again. 5 ends a request."""
+    return (int(ids[-1]) * 5 + 1) % 8
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize(
+    ("is_asynchronous", "drafts"), [(True, {}), (False, {"speculative_algorithm": "NGRAM"}), (False, {})]
+)
+def test_a_simulation_caches_the_last_token_where_the_recorded_server_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asynchronous: bool, drafts: dict[str, object], ignore_eos: bool
+) -> None:
+    """With overlap or an accepted draft, the cache has a stop token."""
+    monkeypatch.setattr("fakes.next_token", _next_token)
+    answer = [1, 6, 7, 4, 5, 2, 3, 0]
+    first = answer * 3
+    then = [*first, *answer, 9]
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.0, sampling_seed=0, ignore_eos=ignore_eos)
+    options = RequestOptions(sampling=sampling)
+    sent: dict[int, object] = {
+        turn: GenerateReq(str(turn), pack_ids(ids), options) for turn, ids in ((0, first), (40, then))
+    }
+    path = tmp_path / "schedule"
+    Recorded(path, 1, is_asynchronous=is_asynchronous, **drafts).run(
+        lambda turn: [sent[turn]] if turn in sent else [], num_turns=80
+    )
+    replay = Replay(Recording(path))
+    (step,) = [step for step in replay.script.steps if step.seq_lens[0] == len(then)]
+    num_cached = len(then) - int(step.extend_lens.sum())
+    assert num_cached == len(first) + (7 if ignore_eos else 5 if is_asynchronous or drafts else 4)
+    statistics = RunStatistics({})
+    profile = flat_cost(0.001, is_asynchronous=is_asynchronous)
+    Simulation(replay.server_args(), replay.model_config(), profile, Traffic(replay.requests()), statistics).run()
+    assert statistics.num_cached_tokens == num_cached
