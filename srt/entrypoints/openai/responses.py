@@ -206,7 +206,10 @@ class _ResponsesFormat(PlannedFormat):
             tool_choice=_choice_as_given(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": self._format},
-            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            reasoning={
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": body.reasoning.summary if body.reasoning else None,
+            },
             metadata=body.metadata or {},
             user=body.user,
             safety_identifier=body.safety_identifier,

@@ -10,6 +10,10 @@ from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check
 
 _NOT_STORED = "answers are not stored"
 _NO_MULTIMODAL = "multimodal models are not supported"
+_NO_SUMMARY = "reasoning is sent as text, without a summary; `auto` leaves the choice to the server"
+_NOT_INCLUDED = (
+    "no further contents are available; reasoning needs no encryption, because it is sent, and taken back, as text"
+)
 _NO_LOGPROBS = "log probabilities are not implemented in this API"
 
 
@@ -114,8 +118,8 @@ class ReasoningConfig(Wire, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     """`reasoning`: how the model thinks."""
 
     effort: Annotated[str | None, doc("Passed to the chat template as the variable `reasoning_effort`")] = None
-    summary: Annotated[Any, only("reasoning is sent as text, without a summary")] = None
-    generate_summary: Annotated[Any, only("reasoning is sent as text, without a summary")] = None
+    summary: Annotated[Any, only(_NO_SUMMARY, "auto")] = None
+    generate_summary: Annotated[Any, only(_NO_SUMMARY, "auto")] = None
 
 
 class ResponsesStreamOptions(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -167,7 +171,7 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     background: Annotated[Any, only(_NOT_STORED, False)] = None
     background_options: Annotated[Any, only(_NOT_STORED)] = None
     prompt: Annotated[Any, only("prompts are not stored")] = None
-    include: Annotated[Any, only("no further contents are available", [])] = None
+    include: Annotated[Any, only(_NOT_INCLUDED, [], ["reasoning.encrypted_content"])] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,
         doc(

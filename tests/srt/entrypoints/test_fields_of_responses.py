@@ -156,3 +156,11 @@ def test_every_honoured_field_arrives(site: Site, walk: Walk) -> None:
 def test_every_type_of_object_is_walked() -> None:
     here = [one for one in ENDPOINTS if one.path == PATH]
     assert {walk.cls for walk in WALKS} | {ResponsesStreamOptions} == set(body_types(here))
+
+
+def test_what_libraries_of_agents_ask_about_reasoning(site: Site) -> None:
+    """A summary if the server has one, and reasoning in a form that they can send back."""
+    fields = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    assert site.good(PATH, {**BASE, **fields})["reasoning"]["summary"] == "auto"
+    for other in ({"reasoning": {"summary": "detailed"}}, {"include": ["message.output_text.logprobs"]}):
+        assert site.refused(PATH, {**BASE, **other})["code"] == "unsupported_field"
