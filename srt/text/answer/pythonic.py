@@ -44,11 +44,9 @@ def _read_list(answer: AnswerText, functions: Functions) -> Reading[None]:
             break
         answer.hold()
         yield from answer.skip_space()
-        follows = yield from answer.accept(",", "]")
-        if follows == ",":  # Python allows one at the end of a list
-            yield from answer.skip_space()
-            follows = (yield from answer.accept("]")) or ","
-        if follows != ",":
+        comma = yield from answer.accept(",")
+        yield from answer.skip_space()
+        if (yield from answer.accept("]")) or not comma:  # Python allows a comma before the bracket
             yield from answer.skip_space()
             yield from answer.accept_end(END)
             answer.release()

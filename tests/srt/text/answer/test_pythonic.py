@@ -69,3 +69,37 @@ def test_a_list_may_end_with_a_comma(text: str) -> None:
     assert parse_answer(FORMAT, f"{text} Done") == [*calls, Content("Done")]
     whole = parse_answer(FORMAT, text.replace(",", ", g(), "))
     assert isinstance(whole[-1], Content) and whole[-1].text.startswith(", g()")
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("text", ["[f(),]", "[ f( a = 1 , ) , ]", "<|python_start|> [f()\n,\n]\n<|python_end|>"])
+def test_spaces_and_a_last_comma_in_a_list_of_calls_are_no_content(text: str, size: int) -> None:
+    parser = AnswerParser(FORMAT)
+    parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])]
+    call, arguments = join_parts([*parts, *parser.finish()])
+    assert call == CallStart("f")
+    assert isinstance(arguments, Arguments) and json.loads(arguments.text) in ({}, {"a": 1})
+
+
+def json_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@given(value=values, other=values, write=st.sampled_from([repr, json_of]))
+@example("ab", 12, repr)
+def test_of_a_call_that_is_cut_only_whole_values_are_passed_on(value: Any, other: Any, write: Any) -> None:
+    text = f"[f(a={write(value)}, b={write(other)})]"
+    steps = ["", '{"a": ', json_of(value), ', "b": ', json_of(other), "}"]
+    whole = {"".join(steps[:count]) for count in range(1, len(steps) + 1)}
+    for end in range(len(text) + 1):
+        assert "".join(part.text for part in parse_answer(FORMAT, text[:end]) if isinstance(part, Arguments)) in whole
+
+
+@pytest.mark.parametrize("text", ["[f(a=1]", "[f(a=[1)]", "[f(a={1]]"])
+def test_brackets_that_do_not_match_end_the_call_without_the_value(text: str) -> None:
+    assert parse_answer(FORMAT, text) == [CallStart("f"), Arguments('{"a": ')]
+
+
+@pytest.mark.parametrize("text", ["[f(=1)]", "[f(a)]", "[f(1)]"])
+def test_arguments_without_a_name_or_a_value_make_no_call(text: str) -> None:
+    assert parse_answer(FORMAT, text) == [Content(text)]
