@@ -14,8 +14,6 @@ START = "<|python_tag|>"
 
 def read_llama3_json(answer: AnswerText, functions: Functions) -> Reading[None]:
     answer.hold()
-    yield from answer.skip_space()
-    yield from answer.accept(START)
     while True:
         yield from _read_calls(answer, functions)
         if not (yield from answer.content_until(START)):

@@ -27,8 +27,6 @@ _CONSTANTS_OF_JSON = {"true": True, "false": False, "null": None}
 
 def read_pythonic(answer: AnswerText, functions: Functions) -> Reading[None]:
     answer.hold()
-    yield from answer.skip_space()
-    yield from answer.accept(START)
     while True:
         yield from _read_list(answer, functions)
         if not (yield from answer.content_until(START)):
