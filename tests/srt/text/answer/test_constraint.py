@@ -110,6 +110,7 @@ def test_a_schema_that_a_format_cannot_enforce_is_written_as_in_hermes(schema: d
     functions = Functions({"f": schema, "g": {"properties": {"x": {"type": ["string", "null"], "maxLength": 3}}}})
     assert format_under_grammar("qwen3_coder", functions, ["f", "g"]) == "hermes"
     assert format_under_grammar("qwen3_coder", functions, ["g"]) == "qwen3_coder"
+    assert format_under_grammar("mistral", functions, ["f", "g"]) == "mistral", "it writes JSON"
 
 
 def test_the_labels_of_a_schema_change_nothing() -> None:

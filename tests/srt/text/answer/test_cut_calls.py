@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from parsed_answers import parse_answer
+from parsed_answers import join_parts, parse_answer
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat
+from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser
 from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content
 from tercet.srt.text.answer.tools import Functions
 
@@ -14,18 +14,19 @@ CALLS = "<｜tool▁calls▁begin｜>" + CALL
 """The marks of DeepSeek's models."""
 
 
-@pytest.mark.parametrize(
-    ("tools", "call", "end"),
-    [
-        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n', "</tool_call>"),
-        ("qwen3_coder", "<tool_call>\n<function=now>\n", "</function>"),
-        ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n", "</tool_call>"),
-        ("gemma", "<start_function_call>call:now{}", "<end_function_call>"),
-        ("pythonic", "<|python_start|>[now()]", "<|python_end|>"),
-        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n", "```"),
-        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}", "<｜tool▁call▁end｜>"),
-    ],
-)
+ENDS = [
+    ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n', "</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n", "</function>"),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n", "</tool_call>"),
+    ("gemma", "<start_function_call>call:now{}", "<end_function_call>"),
+    ("pythonic", "<|python_start|>[now()]", "<|python_end|>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n", "```"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}", "<｜tool▁call▁end｜>"),
+]
+"""Formats, calls in them, and the marks that end these."""
+
+
+@pytest.mark.parametrize(("tools", "call", "end"), ENDS)
 def test_a_part_of_the_mark_that_ends_a_call_is_no_content(tools: str, call: str, end: str) -> None:
     form = AnswerFormat(tools=tools, functions=Functions({"now": None}))
     called = [CallStart("now"), Arguments("{}")]
@@ -33,6 +34,17 @@ def test_a_part_of_the_mark_that_ends_a_call_is_no_content(tools: str, call: str
     for length in range(shortest, len(end) + 1):
         assert parse_answer(form, call + end[:length]) == called
     assert parse_answer(form, f"{call}<ok>") == [*called, Content("<ok>")]
+
+
+@pytest.mark.parametrize(("tools", "call", "end"), [*ENDS, ("llama3_json", '{"name": "now"}', "")])
+def test_content_after_a_call_is_not_kept(tools: str, call: str, end: str) -> None:
+    """Each piece is joined to what is kept: the time for a long answer would grow with its square."""
+    parser = AnswerParser(AnswerFormat(tools=tools, functions=Functions({"now": None})))
+    parts = [*parser.push(call + end), *parser.push(" Done. ")]
+    for _ in range(100):
+        parts += parser.push("ten chars ")
+        assert len(parser._answer._text) < 50
+    assert join_parts([*parts, *parser.finish()])[-1] == Content("Done. " + "ten chars " * 100)
 
 
 def test_a_part_of_the_mark_of_a_parameter_is_no_content() -> None:
