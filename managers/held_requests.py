@@ -79,7 +79,7 @@ class HeldRequests:
     def watch(self, samples: Iterable[Generation]) -> None:
         """Ends those of these samples without output that are not sent by the end of their waiting time."""
         first = min(map(self._deadline, samples), default=math.inf)
-        if first == math.inf or first >= self._timer_at:
+        if first >= self._timer_at:
             return
         if self._timer is not None:
             self._timer.cancel()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gated_engine import Engine, scenario
+from gated_engine import Engine, options, scenario
 
 from tercet.managers.generation import Generation, error_of
-from tercet.managers.held_requests import HeldRequests
+from tercet.managers.held_requests import _MIN_TIMER_S, HeldRequests
 from tercet.managers.recovery import Blame
 from tercet.srt.errors import MAX_RETRY_AFTER_S, FatalRequest, QueueFull, WaitingTimeout
+from tercet.srt.io_struct import pack_ids
 
 PATIENCE_S = 60
 
@@ -107,6 +109,37 @@ async def test_the_first_deadline_of_requests_that_come_during_a_restart_is_watc
     for limit_s, watched_s in ((5.0, 105.0), (9.0, 105.0), (2.0, 102.0)):
         await submit(engine, waiting_timeout=limit_s)
         assert engine.manager._held._timer_at == watched_s
+
+
+@scenario
+async def test_one_timer_waits_for_the_first_deadline(engine: Engine) -> None:
+    """While a pause stops the clock, a deadline may stay near, and the timer must not fire all the time."""
+    _, held, loop, delays_s, timers = with_clock(engine), engine.manager._held, asyncio.get_running_loop(), [], []
+    call_later = loop.call_later
+
+    def noted(delay_s: float, callback: Any, *given: Any) -> asyncio.TimerHandle:
+        if callback == held._end_late:
+            delays_s.append(delay_s)
+        return call_later(delay_s, callback, *given)
+
+    loop.call_later = noted  # type: ignore[method-assign, assignment]
+    engine.die(None)
+    for limit_s in (5.0, 2.0, 9.0, 0.001):
+        await submit(engine, waiting_timeout=limit_s)
+        timers.append(held._timer)
+    assert delays_s == [5.0, 2.0, _MIN_TIMER_S]
+    assert [timer.cancelled() for timer in timers] == [True, True, True, False] and timers[1] is timers[2]
+
+
+@scenario
+async def test_a_sample_that_an_engine_has_had_takes_no_place_of_new_ones(engine: Engine) -> None:
+    engine.manager._held._max_num = 1
+    engine.die(None)
+    owner: Any = SimpleNamespace(rid="r", prompt_ids=(1, 2), on_end=print, stop=print)
+    restored = Generation(owner, 0, "1")
+    engine.manager.restore(restored, pack_ids([1, 2]), options(sampling_seed=1), age_s=3.0)
+    samples = [await submit(engine), await submit(engine)]
+    assert refused([restored, *samples]) == [False, False, True]
 
 
 @scenario
