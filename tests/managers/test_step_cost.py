@@ -84,7 +84,22 @@ def test_a_shape_counts_each_token_with_its_context(
 def test_the_shape_of_a_decode_step() -> None:
     lens = np.array([5, 7], np.int32)
     inputs = StepInputs(ForwardMode.DECODE, rows=lens, seq_lens=lens, out_cache_loc=lens)
-    assert StepShape.of(inputs, 2) == StepShape.of_decode(2, 12)
+    assert StepShape.of(inputs, 2) == StepShape.of_decode(2, 12) == StepShape(False, num_rows=2, decode_context=12)
+
+
+SHAPES = st.builds(StepShape, st.booleans(), *[st.integers(0, 1000)] * 5)
+
+
+@given(one=SHAPES, other=SHAPES)
+def test_shapes_add_up(one: StepShape, other: StepShape) -> None:
+    whole = one.plus(other)
+    assert whole.is_extend == (one.is_extend or other.is_extend)
+    assert whole[1:] == tuple(np.add(one[1:], other[1:]))
+
+
+@given(shape=SHAPES, cost=st.builds(StepCost, *[st.floats(0, 1)] * 7))
+def test_a_step_costs_what_each_part_of_its_work_costs(shape: StepShape, cost: StepCost) -> None:
+    assert cost.seconds(shape) == pytest.approx(np.dot(cost, (1, *shape)))
 
 
 # The inverse
@@ -115,7 +130,7 @@ def test_tokens_that_cost_nothing_all_fit() -> None:
 # The fit
 
 
-@pytest.mark.parametrize("cost", [SLOW, FAST])
+@pytest.mark.parametrize("cost", [SLOW, FAST, SLOW._replace(extend_s=0.1)])
 def test_a_linear_cost_is_found(cost: StepCost) -> None:
     assert worst_error(fitted(cost, 60), cost) < 0.01
 
@@ -251,6 +266,32 @@ def test_any_steps_after_far_ones_are_learned(steps: list[tuple[StepShape, float
     for shape, seconds in steps:
         model.observe(shape, seconds)
         assert all(0 <= value < np.inf for value in model.cost)
+
+
+def test_decode_steps_say_nothing_about_prompts() -> None:
+    """Before the first prompt, one of its tokens costs what it did."""
+    model = StepCostModel()
+    for _ in range(3 * model.NUM_UNSURE):
+        model.observe(StepShape.of_decode(4, 2000), 0.01)
+    assert model.cost != PRIOR and model.cost.prompt_token_s == pytest.approx(PRIOR.prompt_token_s)
+
+
+def test_a_change_of_speed_also_holds_for_what_no_step_has_shown() -> None:
+    model, shape = StepCostModel(), StepShape.of_decode(4, 2000)
+    for ratio in (1, 4):
+        for _ in range(3 * model.NUM_UNSURE):
+            model.observe(shape, ratio * 0.01)
+        assert model.cost.prompt_token_s == pytest.approx(ratio * PRIOR.prompt_token_s)
+
+
+def test_not_each_decode_step_is_worth_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, num_solved = fitted(SLOW), []
+    monkeypatch.setattr(model, "_solve", lambda: num_solved.append(1))
+    for num_steps, shape, expected in ((10 * 8, StepShape.of_decode(8, 4000), 10), (3, StepShape.of_prompt(0, 9), 3)):
+        num_solved.clear()
+        for _ in range(num_steps):
+            model.observe(shape, SLOW.seconds(shape))
+        assert len(num_solved) == expected
 
 
 def test_the_first_step_of_each_kind_teaches_nothing() -> None:

@@ -10,7 +10,7 @@ from kv_makers import make_req
 from timed_rig import FAST, SLOW, TimedRig
 
 from tercet.managers.step_cost import StepCost, StepShape
-from tercet.managers.token_gap import AUTO_GAP_S, AUTO_GAP_STEPS, MIN_TOKENS, TokenGapBound
+from tercet.managers.token_gap import AUTO_GAP_S, AUTO_GAP_STEPS, MIN_MARGIN, MIN_TOKENS, TRIAL_PERIOD, TokenGapBound
 from tercet.model_executor.step import FROM_DEVICE, ForwardMode
 
 NUM_STREAMS = 8
@@ -150,6 +150,21 @@ def test_the_way_to_decode_follows_the_machine() -> None:
         serve_steadily(rig, 0, 3)
         shares.append(np.mean([(ids == FROM_DEVICE).any() for ids in input_ids_of(rig, first)]))
     assert shares[0] < 0.2 and shares[1] > 0.8
+
+
+@pytest.mark.parametrize("is_dear", [False, True])
+@pytest.mark.parametrize("share", [0.99, 1.01])
+def test_the_slower_way_to_decode_is_tried_if_the_bound_has_room_for_the_shortest_step(
+    share: float, is_dear: bool
+) -> None:
+    cost = SLOW._replace(joined_row_s=2 * SLOW.step_s if is_dear else 0.0)
+    decodes = [make_req([0] * 10)]
+    decode_s = cost.seconds(StepShape.of_decode(1, decodes[0].kv_len + 1))
+    gap = TokenGapBound(MIN_MARGIN * (decode_s + share * cost.seconds(StepShape.of_prompt(0, MIN_TOKENS))))
+    gap.model._cost = cost
+    tried = [gap.budget(decodes, always_join=False).joins == is_dear for _ in range(3 * TRIAL_PERIOD)]
+    assert tried == ([False] * (TRIAL_PERIOD - 1) + [share > 1]) * 3
+    assert gap.budget(decodes, always_join=True).joins
 
 
 @pytest.mark.parametrize("cost", [FAST, SLOW, StepCost(*[10 * value for value in SLOW])])
