@@ -368,3 +368,22 @@ def test_a_request_without_files_does_not_wait(tmp_path: Path) -> None:
     rig.kv.cache.evict(512)
     assert not rig.kv.awaits_storage(other), "host memory has it"
     rig.kv.tiers.wait()
+
+
+def test_what_a_read_brings_after_a_flush_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    tiers, held = fresh.kv.tiers, []
+    read = tiers._storage.read
+    monkeypatch.setattr(tiers._storage, "read", held.append)
+    fresh.add("b", prompt(1, 41))
+    fresh.turn()
+    fresh.abort("b")
+    fresh.run()
+    fresh.kv.flush()
+    (job,) = held
+    read(job)
+    tiers._collect(tiers._storage.poll(PATIENCE_S))
+    assert job.num_read == 5 and tiers.blocks.num_free == 64

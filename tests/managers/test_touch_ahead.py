@@ -25,7 +25,7 @@ class FakePool:
         self.clock = FakeClock()
 
     def touch(self, start: int, end: int) -> None:
-        assert 0 < end - start <= 2
+        assert 0 < end - start <= 2 and end <= len(self.times)
         self.times[start:end] += 1
         self.clock.now += self.slice_s
 

@@ -71,6 +71,15 @@ def test_blocks_are_written_and_read_into_other_blocks(tmp_path: Path, monkeypat
     storage.close(PATIENCE_S)
 
 
+def test_a_job_that_has_ended_is_there_without_waiting(tmp_path: Path) -> None:
+    storage, one = Storage(tmp_path), job(0)
+    assert storage.poll() == []
+    storage.write(one)
+    storage.close(PATIENCE_S)
+    storage._thread.join(PATIENCE_S)
+    assert storage.poll() == [one] and storage.poll() == []
+
+
 @pytest.mark.parametrize("method", ["read", "write", "renew", "look", "take_changes"])
 def test_the_thread_survives_an_unexpected_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """No job stays behind: a request waits for it."""
