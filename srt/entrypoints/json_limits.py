@@ -29,7 +29,7 @@ def check_limits(body: bytes | bytearray) -> None:
     num_quotes = num_containers = num_values = 0
     start = 0
     while start < len(body):
-        end = min(start + _SLICE_BYTES, len(body))
+        end = start + _SLICE_BYTES
         piece = body[start:end]
         if end < len(body) and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
             piece = piece[:-1]  # this backslash escapes the first character of the next slice

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tercet.srt.entrypoints import json_limits
@@ -46,6 +46,22 @@ def test_the_count_is_exact_wherever_a_slice_ends(value: Any, slice_bytes: int, 
                 with pytest.raises(InvalidRequest, match=f"at most {count - 1} "):
                     check_limits(body)
                 patch.setattr(json_limits, name, count)
+
+
+@given(body=st.text(st.sampled_from('a"\\[{,'), max_size=12).map(str.encode), slice_bytes=st.integers(2, 9))
+@example(b'"\\', 2)
+def test_a_body_that_is_no_json_is_counted_to_its_end_in_any_slices(body: bytes, slice_bytes: int) -> None:
+    """A backslash at the end escapes nothing."""
+
+    def found(slice_bytes: int) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_limits, "_SLICE_BYTES", slice_bytes)
+            patch.setattr(json_limits, "_check", lambda what, count, limit: counts.update({what: count}))
+            check_limits(body)
+        return counts
+
+    assert found(slice_bytes) == found(100)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def args(certs: Path, **files: str) -> ServerArgs:
         ({"ssl_certfile": "gone.pem"}, "--ssl-certfile: cannot load .*gone.pem: No such file or directory"),
         ({"ssl_certfile": "server.pem"}, "no private key in PEM form; --ssl-keyfile names the file of the key"),
         ({"ssl_certfile": "server.key", "ssl_keyfile": "server.key"}, "--ssl-certfile and --ssl-keyfile: cannot load "),
+        ({"ssl_certfile": "server.pem", "ssl_keyfile": "server.pem"}, "no private key in PEM form$"),
         ({"ssl_certfile": "server.pem", "ssl_keyfile": "client.key"}, "the private key is not that of the certificate"),
         (
             {"ssl_certfile": "client.pem", "ssl_keyfile": "locked.key", "ssl_keyfile_password": PASSWORD},
@@ -91,6 +92,13 @@ def test_old_versions_of_tls_are_refused(certs: Path) -> None:
     context = tls_context(args(certs, ssl_certfile="server.pem", ssl_keyfile="server.key"))
     assert context is not None and context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert context.verify_mode is ssl.CERT_NONE
+
+
+def test_the_key_may_be_encrypted_and_clients_may_need_a_certificate(certs: Path) -> None:
+    files = {"ssl_certfile": "server.pem", "ssl_keyfile": "locked.key", "ssl_keyfile_password": PASSWORD}
+    context = tls_context(args(certs, **files, ssl_ca_certs="client.pem"))
+    assert context is not None and context.verify_mode is ssl.CERT_REQUIRED
+    assert tls_context(ServerArgs(model_path="m")) is None
 
 
 def test_https_with_certificates_on_both_sides(certs: Path, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_every_format_with_a_grammar_has_a_case() -> None:
     assert set(ONE) == {name for name, form in TOOL_FORMATS.items() if form.grammar is not None}
     assert {format_under_grammar(name, FUNCTIONS, []) for name in set(TOOL_FORMATS) - set(ONE)} == {"hermes"}
     assert all(format_under_grammar(name, FUNCTIONS, FUNCTIONS) == name for name in ONE)
+    assert not any(may_stand_beside_calls(name) for name in set(TOOL_FORMATS) - set(ONE))
 
 
 @pytest.mark.parametrize(
