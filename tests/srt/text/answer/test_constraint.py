@@ -127,6 +127,7 @@ def test_the_labels_of_a_schema_change_nothing() -> None:
         ({"type": "string", "enum": ["", "null", "a</b>\n"]}, ["", "null", "a</b>\n"]),
         ({"enum": ["", "a\n", "nul"]}, ["", "a\n", "nul"]),
         ({"type": ["string", "null"], "enum": ["12", None]}, ["12", None]),
+        ({"type": ["string", "null"], "enum": ["a", "b"]}, ["a", "b"]),
         ({"const": "1.5x"}, ["1.5x"]),
     ],
 )
@@ -169,6 +170,17 @@ def test_strict_functions_follow_their_schema(name: str) -> None:
     tag = may_call(name, FUNCTIONS, ["f"], several=True)
     assert accepts(tag, "Hello") and accepts(tag, f"Hello {ONE[name]}") and not accepts(tag, f"Hello {wrong}")
     assert accepts(may_call(name, FUNCTIONS, ["g"], several=True), f"Hello {wrong}"), "f is not strict"
+
+
+@pytest.mark.parametrize("name", sorted(ONE))
+def test_calls_in_text_are_one_or_several_and_nothing_else(name: str) -> None:
+    several, single = (may_call(name, FUNCTIONS, ["f"], several=several) for several in (True, False))
+    for tag in (several, single):
+        assert accepts(tag, f"Hello {ONE[name]}")
+        assert accepts(tag, f"Hello {TWO[name]}") == (tag is several)
+        opening = TOOL_FORMATS[name].grammar.opening
+        assert not accepts(tag, f"{ONE[name]} Hello") or (tag is several and not opening)
+        assert not opening or not accepts(tag, f"Hello {opening}Hello")
 
 
 @pytest.mark.parametrize("name", sorted(ONE))
