@@ -6,11 +6,21 @@ from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kv_makers import make_req
 from timed_rig import FAST, SLOW, TimedRig
 
 from tercet.managers.step_cost import StepCost, StepShape
-from tercet.managers.token_gap import AUTO_GAP_S, AUTO_GAP_STEPS, MIN_MARGIN, MIN_TOKENS, TRIAL_PERIOD, TokenGapBound
+from tercet.managers.token_gap import (
+    AUTO_GAP_S,
+    AUTO_GAP_STEPS,
+    DECODES_PER_EXTEND,
+    MIN_MARGIN,
+    MIN_TOKENS,
+    TRIAL_PERIOD,
+    TokenGapBound,
+)
 from tercet.model_executor.step import FROM_DEVICE, ForwardMode
 
 NUM_STREAMS = 8
@@ -150,6 +160,55 @@ def test_the_way_to_decode_follows_the_machine() -> None:
         serve_steadily(rig, 0, 3)
         shares.append(np.mean([(ids == FROM_DEVICE).any() for ids in input_ids_of(rig, first)]))
     assert shares[0] < 0.2 and shares[1] > 0.8
+
+
+@settings(deadline=None)
+@given(
+    kv_lens=st.lists(st.integers(1, 50) | st.integers(1, 50_000), max_size=5),
+    gap_s=st.floats(0.05, 2),
+    always_join=st.booleans(),
+    joined_row_s=st.sampled_from([0.0, 0.003, 0.1]),
+    decode_context_s=st.sampled_from([SLOW.decode_context_s, 0.002]),
+)
+def test_a_running_request_waits_no_longer_than_the_bound(
+    kv_lens: list[int], gap_s: float, always_join: bool, joined_row_s: float, decode_context_s: float
+) -> None:
+    """For one step that has both, or for an extend step and a decode step. No more tokens would have room."""
+    cost = SLOW._replace(joined_row_s=joined_row_s, decode_context_s=decode_context_s)
+    decodes, req = [make_req([0]) for _ in kv_lens], make_req([0] * 500)
+    for one, kv_len in zip(decodes, kv_lens, strict=True):
+        one.kv_len = kv_len
+    gap = TokenGapBound(gap_s)
+    gap.model._cost = cost
+    budget = gap.budget(decodes, always_join=always_join)
+    num_rows, context = len(decodes), sum(kv_lens) + len(decodes)
+
+    def seconds(count: int) -> float:
+        prompt = StepShape.of_prompt(0, count)
+        both = prompt.plus(StepShape(True, num_rows, decode_context=context, num_joined=num_rows))
+        after_s = cost.row_s + cost.decode_context_s * req.num_tokens  # of the new row in the decode step
+        if budget.joins:
+            return cost.seconds(both) + after_s
+        return cost.seconds(prompt) + cost.seconds(StepShape.of_decode(num_rows, context)) + after_s
+
+    count, planned_s = budget.room(req, 0), gap_s / MIN_MARGIN
+    assert budget.joins or not always_join
+    assert count == 0 or seconds(count) <= planned_s * (1 + 1e-9)
+    assert seconds(count + 1) > planned_s * (1 - 1e-9)
+
+
+@given(num_tokens=st.integers(0, 10_000), most=st.integers(1, 5000))
+def test_decode_steps_follow_as_the_prompts_grow(num_tokens: int, most: int) -> None:
+    due = TokenGapBound("auto").decodes_due(num_tokens, most)
+    assert 1 <= due <= DECODES_PER_EXTEND
+    assert due * most >= min(DECODES_PER_EXTEND * num_tokens, DECODES_PER_EXTEND * most)
+    assert due == 1 or (due - 1) * most < DECODES_PER_EXTEND * num_tokens
+
+
+def test_the_automatic_bound_is_some_decode_steps_on_a_slow_machine() -> None:
+    gap = TokenGapBound("auto")
+    assert gap._planned_gap_s(AUTO_GAP_S / AUTO_GAP_STEPS / 2) == AUTO_GAP_S
+    assert gap._planned_gap_s(1.0) == AUTO_GAP_STEPS
 
 
 @pytest.mark.parametrize("is_dear", [False, True])
