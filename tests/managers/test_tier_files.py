@@ -387,3 +387,12 @@ def test_what_a_read_brings_after_a_flush_is_not_kept(tmp_path: Path, monkeypatc
     read(job)
     tiers._collect(tiers._storage.poll(PATIENCE_S))
     assert job.num_read == 5 and tiers.blocks.num_free == 64
+
+
+def test_an_audit_finds_a_pin_without_a_reason() -> None:
+    tiers = Rig(page_size=4, host_blocks=4).kv.tiers
+    tiers.blocks.take()
+    with pytest.raises(AssertionError, match="1 pins of host blocks, but 0 reasons"):
+        tiers.audit()
+    tiers.rebuild()
+    tiers.audit()
