@@ -11,6 +11,7 @@ import torch
 
 from ...srt import env
 from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.quantization_config import Fp8Config
 from ...srt.server_args import ServerArgs
 from ...srt.settings.scheduler import MAX_VERIFIED_TOKENS
 from .. import cpu_extension
@@ -241,7 +242,7 @@ def resolve_weights(
 
     Raises ValueError and OSError for a checkpoint that cannot be read.
     """
-    if config.fp8 is not None and backend == "triton" and quantization in (None, FP8):
+    if isinstance(config.quantization, Fp8Config) and backend == "triton" and quantization in (None, FP8):
         return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
         rounded = quantized_forms(config, quantization)

@@ -20,7 +20,7 @@ from ..weights.loader import load_parameters
 from .recorded_steps import RecordedSteps
 from .settings import RunnerSettings, resolve_linears, resolve_weights, weight_bytes
 
-_MAY_DIFFER = frozenset({"model_path", "load_format", "dtype", "fp8", "generation"})
+_MAY_DIFFER = frozenset({"model_path", "load_format", "dtype", "quantization", "generation"})
 """Fields of a config that a running model does not depend on. The dtype of the engine stays."""
 _MARGIN_BYTES = 64 << 20
 """Memory for what is read and packed at a time."""

@@ -1,10 +1,10 @@
-"""The Checkpoint of safetensors files with 8-bit matrices and their scales (srt/model_files/fp8_config.py)."""
+"""The Checkpoint of safetensors files with 8-bit matrices and their scales (srt/model_files/quantization_config.py)."""
 
 from __future__ import annotations
 
 import torch
 
-from ...srt.model_files.fp8_config import Fp8Config
+from ...srt.model_files.quantization_config import Fp8Config
 from ..kernels.fp8_layout import FP8_BLOCK
 from ..layers.fp8_weight import Fp8Weight
 from ..models.parameters import Region
@@ -23,7 +23,7 @@ class Fp8Checkpoint:
     """
 
     def __init__(self, folder: str, config: Fp8Config) -> None:
-        self._files = SafetensorsCheckpoint(folder, allow_fp8=True)
+        self._files = SafetensorsCheckpoint(folder, (torch.float8_e4m3fn,))
         self._by_block = config.by_block
         self._scales: dict[str, str] = {}
         """the name of the scales of each 8-bit matrix"""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig
 from ..device.dtypes import DTYPES, dtype_name
 from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
 from ..layers.packing import COMPACT_BITS
@@ -32,8 +33,9 @@ from ..models.parameters import (
 )
 from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
+from .integer_checkpoint import IntegerCheckpoint
 from .packed_cache import PackedParameters
-from .quantization import STORED_BITS_PER_WEIGHT, fp8_form, is_linear, is_multiplied
+from .quantization import STORED_BITS_PER_WEIGHT, dummy_integer_form, fp8_form, is_linear, is_multiplied
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 
@@ -93,13 +95,16 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
 
 
 def stored_forms(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
-    """The quantized form of each matrix of a GGUF file that has exactly the stored values, by parameter.
+    """The quantized form of each matrix of a GGUF file or of integers that has the stored values, by parameter.
 
     `dtype`: the type of the activations. A form takes fewer bits a weight than this type, and than a compact weight if
-    the matrix may be compact. Matrices without such a form are left out. Raises as `load_parameters` does.
+    the matrix may be compact. Matrices without such a form are left out. Dummy weights of integers have the form that
+    the config describes. Raises as `load_parameters` does.
     """
-    if config.load_format != "gguf":
+    if config.load_format != "gguf" and not isinstance(config.quantization, IntegerConfig):
         return {}
+    if config.load_format == "dummy":
+        return _dummy_forms(config)
     checkpoint = _open(config)
     forms: dict[str, str] = {}
     for parameter in family_of(config).parameters(config):
@@ -124,15 +129,30 @@ def stored_fp8_forms(config: ModelConfig) -> dict[str, str]:
 
     Dummy weights have the forms that the config describes. Raises as `load_parameters` does.
     """
-    assert config.fp8 is not None
-    form = fp8_form(config.fp8)
-    parameters = [parameter for parameter in family_of(config).parameters(config) if is_linear(parameter)]
+    assert isinstance(config.quantization, Fp8Config)
     if config.load_format == "dummy":
-        modules = {p.name: [part.name.removesuffix(".weight") for part in p.parts] for p in parameters}
-        return {name: form for name, parts in modules.items() if not any(map(config.fp8.excludes, parts))}
+        return _dummy_forms(config)
+    form = fp8_form(config.quantization)
+    parameters = [parameter for parameter in family_of(config).parameters(config) if is_linear(parameter)]
     checkpoint = _open(config)
     _refuse("missing", {part.name for parameter in parameters for part in parameter.parts} - checkpoint.names)
     return {p.name: form for p in parameters if all(checkpoint.has_form(part.name, form) for part in p.parts)}
+
+
+def _dummy_forms(config: ModelConfig) -> dict[str, str]:
+    """The form of each linear layer that the config describes as quantized, by parameter."""
+    forms: dict[str, str] = {}
+    assert config.quantization is not None
+    for parameter in filter(is_linear, family_of(config).parameters(config)):
+        modules = [part.name.removesuffix(".weight") for part in parameter.parts]
+        form = (
+            fp8_form(config.quantization)
+            if isinstance(config.quantization, Fp8Config)
+            else dummy_integer_form(config.quantization, parameter.shape[1])
+        )
+        if form is not None and not any(map(config.quantization.excludes, modules)):
+            forms[parameter.name] = form
+    return forms
 
 
 def load_parameters(
@@ -191,8 +211,10 @@ def _is_dequantised_by_a_cpu(config: ModelConfig, device: torch.device) -> bool:
 
 
 def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
-    if config.fp8 is not None:
-        return Fp8Checkpoint(config.model_path, config.fp8)
+    if isinstance(config.quantization, Fp8Config):
+        return Fp8Checkpoint(config.model_path, config.quantization)
+    if config.quantization is not None:
+        return IntegerCheckpoint(config.model_path, config.quantization, device)
     if config.load_format != "gguf":
         return SafetensorsCheckpoint(config.model_path)
     from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ...srt.model_files.fp8_config import Fp8Config
 from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
@@ -22,7 +22,7 @@ STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {
     "mixed_k": 6 + 4 * 8 / GROUP + 2 * 16 / SUPER_BLOCK,
     "mixed": 8 + 4 * 32 / GROUP,
 }
-"""Bits per weight of every form for a CPU, with scales, minima and factors. Only a GGUF file gives the other forms."""
+"""Bits per weight of every form for a CPU, with scales, minima and factors. Only a file gives the other forms."""
 FP8 = "fp8"
 """The value for 8-bit floating-point weights, which Triton layers have."""
 HEAD_FORM = "int8"
@@ -93,6 +93,14 @@ def is_multiplied(parameter: Parameter, config: ModelConfig) -> bool:
 def fp8_form(config: Fp8Config) -> str:
     """The form of a checkpoint's 8-bit matrices."""
     return "fp8_block" if config.by_block else FP8
+
+
+def dummy_integer_form(config: IntegerConfig, row_len: int) -> str | None:
+    """The form of a matrix of integers whose scales are numbers of float16. None: it is widened."""
+    whole_groups = row_len % GROUP == 0 and (config.group_size is None or config.group_size % GROUP == 0)
+    if config.act_order or not whole_groups:
+        return None
+    return "int4" if config.bits == 4 else "int8"
 
 
 def parameter_bytes(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 import torch
 
 from ...srt.model_files.files import read_json_object
 from ...srt.model_files.settings import Settings
+from ..device.dtypes import dtype_name
 from ..models.parameters import EMBEDDING, LM_HEAD, Region
 from .safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PREFIX = "model."
 """What the names of all tensors but the output head begin with, unless the model was saved without an output head."""
 
@@ -23,9 +26,10 @@ class SafetensorsCheckpoint:
     `_file_of` has the names in the files, and `_stored_name` has them by the names of a model with an output head.
     """
 
-    def __init__(self, folder: str, *, allow_fp8: bool = False) -> None:
-        """`allow_fp8`: whether tensors may be float8_e4m3fn. Without scales, they are refused."""
-        self._allow_fp8 = allow_fp8
+    def __init__(self, folder: str, quantized_types: Collection[torch.dtype] = ()) -> None:
+        """`quantized_types`: types of tensors that stand for numbers only together with others, such as scales. They
+        are refused unless they are given."""
+        self._types = {*_TYPES, *quantized_types}
         self._file_of: dict[str, SafetensorsFile] = {}
         index_path = os.path.join(folder, _INDEX)
         wanted = _weight_map(index_path) if os.path.exists(index_path) else None
@@ -61,8 +65,10 @@ class SafetensorsCheckpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         dtype = self._file(name).dtype(self._stored_name[name])
-        if dtype == torch.float8_e4m3fn and not self._allow_fp8:
-            raise ValueError(f"tensor {name!r} is float8_e4m3fn, but config.json has no quantization_config")
+        if dtype not in self._types:
+            raise ValueError(
+                f"tensor {name!r} is {dtype_name(dtype)}, but config.json has no quantization_config for it"
+            )
         return dtype
 
     def _file(self, name: str) -> SafetensorsFile:

@@ -21,6 +21,9 @@ _TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
@@ -33,7 +36,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
     matrices in use change, or the process is killed; replacing the file is safe.
 
     Raises ValueError if the path is not a regular file, if the file is not valid safetensors or is truncated, and for a
-    tensor that is not floating point. Raises OSError if the file cannot be read.
+    tensor of an unknown type. Raises OSError if the file cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

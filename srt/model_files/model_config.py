@@ -18,9 +18,9 @@ import numpy as np
 from ..errors import ModelNotSupported
 from .families import FAMILIES, GGUF_ARCHITECTURES, SlidingWindows, not_in_families
 from .files import read_json_object
-from .fp8_config import Fp8Config, read_fp8_config
 from .generation_defaults import GGUF_KEYS, HF_KEYS, GenerationDefaults, read_generation_defaults
 from .gguf_file import GGUFFile, GGUFTensor
+from .quantization_config import QuantizationConfig, read_quantization_config
 from .rope_config import GGUF_DIVISORS, GGUFDivisors, RopeConfig, rope_from_gguf, rope_from_hf
 from .settings import Settings, quote
 
@@ -63,8 +63,8 @@ class ModelConfig:
     """from the config and the generation config; the tokenizer may add others"""
     dtype: str | None = None
     """dtype of the checkpoint: "float32", "float16" or "bfloat16"; None: not given"""
-    fp8: Fp8Config | None = None
-    """how 8-bit matrices of the checkpoint are stored; None: it has none"""
+    quantization: QuantizationConfig | None = None
+    """how quantized matrices of a safetensors checkpoint are stored; None: it has none"""
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     model_path: str = ""
     load_format: Literal["safetensors", "gguf", "dummy"] = "dummy"
@@ -147,7 +147,7 @@ def _from_hf(
 ) -> ModelConfig:
     architecture = _hf_architecture(config)
     family = FAMILIES[architecture]
-    fp8 = read_fp8_config(config)
+    quantization = read_quantization_config(config)
     for key in ("rope_interleaved", "use_mrope"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
@@ -198,7 +198,7 @@ def _from_hf(
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=_distinct(*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")),
         dtype=None if dtype is None else dtype.removeprefix("torch."),
-        fp8=fp8,
+        quantization=quantization,
         generation=read_generation_defaults(generation, HF_KEYS),
         model_path=path,
         load_format=load_format,

@@ -147,14 +147,14 @@ def group(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, "method 'awq'.*supported: fp8"),
+        ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes'.*supported: fp8"),
         (DEEPSEEK | {"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
         (DEEPSEEK | {"fmt": "e5m2"}, "fmt must be 'e4m3', got 'e5m2'"),
         (DEEPSEEK | {"weight_block_size": [64, 128]}, r"weight_block_size must be \[128, 128\] or null"),
         (DEEPSEEK | {"scale_fmt": "ue8m0"}, "scale_fmt"),
         (DEEPSEEK | {"modules_to_not_convert": ["re:("]}, "regular expressions"),
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        (COMPRESSED | {"format": "pack-quantized"}, "format must be 'float-quantized'"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format must be 'float-quantized' or 'pack-quantized' or"),
         (COMPRESSED | {"config_groups": {"a": {}, "b": {}}}, "one group"),
         (group(weights__num_bits=4), "num_bits must be 8, got 4"),
         (group(weights__type="int"), "type must be 'float', got 'int'"),
@@ -170,7 +170,7 @@ def group(**changes: object) -> dict[str, object]:
 )
 def test_a_config_that_would_be_ignored_is_refused_by_name(config: dict, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(LlamaConfig(**BASE, architectures=["LlamaForCausalLM"]).to_json_string())
-    assert load_model_config(tmp_path).fp8 is None
+    assert load_model_config(tmp_path).quantization is None
     change_config(tmp_path, quantization_config=config)
     with pytest.raises(ValueError, match=message):
         load_model_config(tmp_path)

@@ -82,7 +82,7 @@ def test_wrong_shapes_and_dtypes_are_named(folder):
     with pytest.raises(ValueError, match=r"model\.norm\.weight.*\(63,\).*\(64,\)"):
         load(folder)
     edit(folder, quantized)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight.*I8"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.*is int8"):
         load(folder)
 
 

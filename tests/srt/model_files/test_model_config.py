@@ -158,7 +158,7 @@ def test_yarn_extends_the_context(load):
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"model_type": "minicpm"}, "minicpm"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config.*bitsandbytes"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*llama3"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor must be a list of 8"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),

@@ -1,0 +1,122 @@
+"""Integer weights in config.json: what is read, and what is refused by name. test_fp8_checkpoint.py tests fp8."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fp8_models import change_config
+from integer_models import KINDS
+from tiny_models import BASE
+from transformers import LlamaConfig
+
+from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.quantization_config import IntegerConfig
+
+GPTQ, AWQ, PACKED = (KINDS[name].config() for name in ("gptq", "awq", "packed"))
+
+
+def read(folder: Path, config: dict[str, Any]) -> IntegerConfig:
+    (folder / "config.json").write_text(LlamaConfig(**BASE, architectures=["LlamaForCausalLM"]).to_json_string())
+    change_config(folder, quantization_config=config)
+    found = load_model_config(folder).quantization
+    assert isinstance(found, IntegerConfig)
+    return found
+
+
+def packed(**weights: object) -> dict[str, Any]:
+    """compressed-tensors with changed settings of the weights."""
+    config = copy.deepcopy(PACKED)
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+def with_activations(**activations: object) -> dict[str, Any]:
+    """The same with rounded activations."""
+    config = copy.deepcopy(PACKED)
+    config["config_groups"]["group_0"]["input_activations"] = activations
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GPTQ, IntegerConfig("gptq", 4, 32, False, False)),
+        (GPTQ | {"checkpoint_format": None, "bits": 8, "group_size": -1}, IntegerConfig("gptq", 8, None, False, False)),
+        (GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, IntegerConfig("gptq_v2", 4, 32, False, True)),
+        (GPTQ | {"dynamic": {"-:.*v_proj": {}}}, IntegerConfig("gptq", 4, 32, False, False, ("re:.*v_proj",))),
+        # as GPTQConfig of transformers writes it
+        (
+            GPTQ | {"backend": "auto", "tokenizer": None, "dataset": ["a"], "use_exllama": True, "batch_size": 1},
+            IntegerConfig("gptq", 4, 32, False, False),
+        ),
+        (AWQ | {"version": "GEMM"}, IntegerConfig("awq", 4, 128, False, False)),
+        # as GPTQModel writes it
+        (
+            AWQ | {"version": None, "format": "gemm", "pack_dtype": "int32", "lm_head": False, "desc_act": False},
+            IntegerConfig("awq", 4, 128, False, False),
+        ),
+        (
+            AWQ | {"modules_to_not_convert": ["visual"], "do_fuse": False},
+            IntegerConfig("awq", 4, 128, False, False, ("visual",)),
+        ),
+        (PACKED, IntegerConfig("pack-quantized", 4, 32, True, False, ("lm_head",))),
+        (
+            packed(actorder="static", symmetric=False) | {"sparsity_config": {"format": "dense"}},
+            IntegerConfig("pack-quantized", 4, 32, False, False, ("lm_head",)),
+        ),
+        (
+            packed(strategy=None, group_size=-1, num_bits=8, actorder="group"),
+            IntegerConfig("pack-quantized", 8, None, True, True, ("lm_head",)),
+        ),
+        (
+            with_activations(num_bits=8, type="int", symmetric=False, dynamic=True, strategy="token"),
+            IntegerConfig("pack-quantized", 4, 32, True, False, ("lm_head",)),
+        ),
+    ],
+)
+def test_a_config_is_read(config: dict[str, Any], expected: IntegerConfig, tmp_path: Path) -> None:
+    assert read(tmp_path, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPTQ | {"bits": 3}, "bits must be 4 or 8, got 3"),
+        (GPTQ | {"bits": None}, "bits must be 4 or 8, got None"),
+        (GPTQ | {"bits": 4.0}, "bits must be 4 or 8, got 4.0"),
+        (GPTQ | {"group_size": 0}, "group_size must be an integer from 1"),
+        (GPTQ | {"group_size": None}, "group_size must be an integer from 1"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format must be 'gptq' or 'gptq_v2', got 'marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype must be 'int32', got 'int16'"),
+        (GPTQ | {"dynamic": {"+:.*v_proj": {"bits": 8}}}, r"dynamic: .*v_proj.* is not supported"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, "regular expressions"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation"),
+        (GPTQ | {"surprise": 1}, "surprise"),
+        (AWQ | {"version": "gemv"}, "version must be 'gemm', got 'gemv'"),
+        (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq' has another layout"),
+        (AWQ | {"bits": 8}, "bits must be 4, got 8"),
+        (AWQ | {"zero_point": False}, "zero_point must be True, got False"),
+        (packed(num_bits=2), "num_bits must be 4 or 8, got 2"),
+        (packed(type="float"), "type must be 'int', got 'float'"),
+        (packed(dynamic=True), "dynamic must be False, got True"),
+        (packed(strategy="tensor"), "strategy must be group with a group_size, or channel without, got 'tensor'"),
+        (packed(strategy="channel"), "got 'channel' with 32"),
+        (packed(actorder="size"), "actorder must be weight, static, group, dynamic or null"),
+        (packed(block_structure=[1, 2]), "block_structure"),
+        (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format must be 'dense'"),
+        (PACKED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (PACKED | {"format": "int-quantized"}, "num_bits must be 8, got 4"),
+        (with_activations(num_bits=8, strategy="tensor", dynamic=False), "dynamic must be True, got False"),
+        (with_activations(num_bits=4, strategy="token", dynamic=True), "num_bits must be 8, got 4"),
+    ],
+)
+def test_a_config_that_would_be_ignored_is_refused_by_name(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, config)
