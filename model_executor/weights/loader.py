@@ -246,6 +246,8 @@ class StoredParameters(Mapping[str, Any]):
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
         _refuse("missing", needed - checkpoint.names)
         extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
+        # GPTQ checkpoints often have a bias of zeros for each layer.
+        extra -= {name for name in extra if name.endswith(".bias") and not checkpoint.tensor(name).any()}
         if config.tie_word_embeddings and LM_HEAD in extra:
             # Some programs save the tied matrix twice. If the copies differ, the config is wrong.
             if not torch.equal(checkpoint.tensor(LM_HEAD), checkpoint.tensor(EMBEDDING)):

@@ -158,6 +158,17 @@ def test_scales_that_float16_lacks_are_kept(tmp_path: Path) -> None:
     assert torch.equal(loaded[up].dequantize(), exact[up])
 
 
+def test_a_bias_of_zeros_is_not_missed(tmp_path: Path) -> None:
+    integers, _ = save_pair(tmp_path, KINDS["gptq"])
+    path = integers / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {f"{UP}.bias": torch.zeros(288)}, path)
+    load_parameters(load_model_config(integers), torch.float32, CPU)
+    save_file(tensors | {f"{UP}.bias": torch.ones(288)}, path)
+    with pytest.raises(ValueError, match=r"unexpected: model.layers.1.mlp.up_proj.bias"):
+        load_parameters(load_model_config(integers), torch.float32, CPU)
+
+
 def test_columns_are_in_order_if_the_file_names_no_groups(tmp_path: Path) -> None:
     for name, index, act_order in (("gptq", torch.zeros, False), ("packed-scattered", torch.ones, True)):
         kind = KINDS[name]._replace(scattered=False)

@@ -59,7 +59,7 @@ def test_missing_and_unexpected_tensors_are_named(folder):
         del tensors["model.layers.1.mlp.up_proj.weight"]
 
     def beside(tensors):
-        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
 
     original = (folder / "model.safetensors").read_bytes()
     edit(folder, without)
