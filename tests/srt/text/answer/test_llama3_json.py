@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from parsed_answers import join_parts
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser, join_parts
+from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser
 from tercet.srt.text.answer.answer_text import Arguments, CallStart, Content
 from tercet.srt.text.answer.tools import Functions
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parsed_answers import join_parts
 
-from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser, join_parts
+from tercet.srt.text.answer.answer_parser import AnswerFormat, AnswerParser
 from tercet.srt.text.answer.answer_text import Content, Reasoning
 from tercet.srt.text.answer.reasoning import REASONING_FORMATS
 from tercet.srt.text.answer.tool_formats import TOOL_FORMATS
