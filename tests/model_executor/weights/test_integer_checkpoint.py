@@ -10,6 +10,7 @@ from fp8_models import change_config
 from integer_models import KINDS, Kind, packed, save_pair
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
+from tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 from tercet.model_executor import cpu_extension
@@ -126,6 +127,20 @@ def test_ranks_hold_parts_of_the_same_numbers(tmp_path: Path) -> None:
         )
         assert torch.equal(torch.cat([rank[DOWN] for rank in ranks], 1), whole[DOWN])
         assert torch.equal(torch.cat([rank[GATE_UP][:144] for rank in ranks]), whole[GATE_UP][:288])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed-scattered"])
+def test_projections_that_are_rows_of_one_tensor(name: str, tmp_path: Path) -> None:
+    """As Phi-3 has them. Rows of queries and keys are reordered, too."""
+    integers, wide = save_pair(tmp_path, KINDS[name], make_model("phi3_partial").bfloat16())
+    exact = load_parameters(load_model_config(wide), torch.float32, CPU)
+    config = load_model_config(integers)
+    widened = load_parameters(config, torch.float32, CPU)
+    assert all(torch.equal(widened[parameter], exact[parameter]) for parameter in exact)
+    forms = stored_forms(config, torch.float32)
+    loaded = load_parameters(config, torch.float32, CPU, forms=forms)
+    for parameter in forms:
+        assert relative_error(loaded[parameter].dequantize(), exact[parameter]) < 0.002
 
 
 def test_a_fused_projection_has_the_form_of_all_its_parts(tmp_path: Path) -> None:
