@@ -54,8 +54,8 @@ class Matcher(Protocol):
     def accept(self, token: int) -> None:
         """Take the next token, which the last mask allows and which is not EOS. Raises GrammarFailed."""
 
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens."""
+    def fork(self) -> Matcher:
+        """A copy in the same state. Neither changes the other."""
 
 
 class Grammar(Protocol):

@@ -248,8 +248,8 @@ class _LLMatcher:
         if not self._matcher.consume_token(token):
             raise GrammarFailed(_reason(self._matcher.get_error()))
 
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
+    def fork(self) -> Matcher:
+        return _LLMatcher(self._matcher.deep_copy())
 
 
 def _reason(error: str) -> str:
@@ -315,5 +315,5 @@ class _XMatcher:
         if not self._matcher.accept_token(token):
             raise GrammarFailed("the token does not match")
 
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
+    def fork(self) -> Matcher:
+        return _XMatcher(self._matcher.fork())

@@ -21,22 +21,32 @@ class ReasonedGrammar:
         self._free = vocabulary.text_mask | mask_of_all((*span.starts, *span.ends), vocabulary.num_words)
 
     def start(self) -> Matcher:
-        return _Matcher(self._grammar.start(), self._span, self._starts, self._free)
+        inside = self._span.inside
+        return _Matcher(
+            self._grammar.start(), self._span, self._starts, self._free, is_inside=inside, may_begin=not inside
+        )
 
 
 class _Matcher:
     """The state of one output: before its reasoning, inside it or after it. Only the first token can begin it."""
 
-    def __init__(self, matcher: Matcher, span: ReasoningSpan, starts: Int32Array, free: Int32Array) -> None:
+    def __init__(
+        self,
+        matcher: Matcher,
+        span: ReasoningSpan,
+        starts: Int32Array,
+        free: Int32Array,
+        *,
+        is_inside: bool,
+        may_begin: bool,
+    ) -> None:
+        """`starts`, `free`: the masks of the tokens that begin a reasoning, and of those inside it."""
         self._matcher = matcher
         self._span = span
         self._starts = starts
         self._free = free
-        self._num_thoughts = 0
-        """Tokens of the reasoning so far, with its marks."""
-        self._num_texts = 0
-        """Tokens of the grammar's text so far."""
-        self._is_inside = span.inside
+        self._is_inside = is_inside
+        self._may_begin = may_begin
 
     def fill(self, bits: Int32Array, line: int) -> None:
         if self._is_inside:
@@ -48,26 +58,19 @@ class _Matcher:
 
     def accept(self, token: int) -> None:
         if self._is_inside:
-            self._num_thoughts += 1
             self._is_inside = token not in self._span.ends
         elif self._may_begin and token in self._span.starts:
-            self._num_thoughts = 1
             self._is_inside = True
         else:
             self._matcher.accept(token)
-            self._num_texts += 1
+        self._may_begin = False
 
-    def rollback(self, num_tokens: int) -> None:
-        num_texts = min(num_tokens, self._num_texts)
-        if num_texts:
-            self._matcher.rollback(num_texts)
-            self._num_texts -= num_texts
-        num_thoughts = num_tokens - num_texts
-        if num_thoughts:
-            self._num_thoughts -= num_thoughts
-            self._is_inside = self._span.inside or self._num_thoughts > 0
-
-    @property
-    def _may_begin(self) -> bool:
-        """Called only outside of the reasoning."""
-        return not self._num_thoughts and not self._num_texts
+    def fork(self) -> Matcher:
+        return _Matcher(
+            self._matcher.fork(),
+            self._span,
+            self._starts,
+            self._free,
+            is_inside=self._is_inside,
+            may_begin=self._may_begin,
+        )

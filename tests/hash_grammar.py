@@ -111,9 +111,9 @@ class HashGrammar:
 
 
 class HashMatcher:
-    def __init__(self, grammar: HashGrammar) -> None:
+    def __init__(self, grammar: HashGrammar, output: Sequence[int] = ()) -> None:
         self._grammar = grammar
-        self._output: list[int] = []
+        self._output = list(output)
 
     def fill(self, bits: np.ndarray, line: int) -> None:
         vocabulary = self._grammar.vocabulary
@@ -131,5 +131,5 @@ class HashMatcher:
         assert allowed_after(self._output, self._grammar.seed, len(vocabulary.tokens), vocabulary.eos_ids)[token]
         self._output.append(token)
 
-    def rollback(self, num_tokens: int) -> None:
-        del self._output[len(self._output) - num_tokens :]
+    def fork(self) -> HashMatcher:
+        return HashMatcher(self._grammar, self._output)

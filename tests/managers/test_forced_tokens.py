@@ -33,9 +33,9 @@ BOTH_LOOPS = pytest.mark.parametrize("overlap", [False, True])
 class Script:
     """A matcher of a text with gaps: each `None` is any token of 20 to 29. After the text comes EOS."""
 
-    def __init__(self, text: Sequence[int | None]) -> None:
+    def __init__(self, text: Sequence[int | None], at: int = 0) -> None:
         self.text = text
-        self.at = 0
+        self.at = at
 
     def fill(self, bits: Any, line: int) -> None:
         token = self.text[self.at] if self.at < len(self.text) else EOS
@@ -48,8 +48,8 @@ class Script:
         assert self.text[self.at] in (None, token)
         self.at += 1
 
-    def rollback(self, num_tokens: int) -> None:
-        self.at -= num_tokens
+    def fork(self) -> Script:
+        return Script(self.text, self.at)
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, text: Sequence[int | None], **options: Any) -> Rig:

@@ -139,18 +139,22 @@ def test_the_name_of_a_special_token_is_text(backend: Any, given: dict[str, Any]
 
 
 @pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=has_xgrammar)])
-def test_rollback_takes_back_tokens(backend: Any) -> None:
-    grammar = make_compiler(backend, VOCABULARY).compile(spec_of(regex="ab*c"))
-    matcher = grammar.start()
+def test_a_fork_changes_nothing(backend: Any) -> None:
+    matcher = make_compiler(backend, VOCABULARY).compile(spec_of(regex="ab*c")).start()
     matcher.accept(ord("a"))
     before = allowed(matcher)
-    matcher.accept(ord("b"))
+    assert before == {ord("b"), ord("c")}
+    fork = matcher.fork()
+    fork.accept(ord("b"))
+    fork.accept(ord("c"))
+    assert allowed(fork) == {EOS} and allowed(matcher) == before
+    with pytest.raises(GrammarFailed):
+        fork.accept(ord("x"))
+    with pytest.raises(GrammarFailed):
+        fork.accept(ord("c"))
+    assert allowed(matcher) == before
     matcher.accept(ord("c"))
     assert allowed(matcher) == {EOS}
-    matcher.rollback(2)
-    assert allowed(matcher) == before and ord("c") in before
-    with pytest.raises(GrammarFailed):
-        matcher.accept(ord("x"))
 
 
 @pytest.mark.parametrize("regex", ["[a-z]{600,}", "[a-zA-Z ,.]{600,}", "[a-z ]{600,}"])

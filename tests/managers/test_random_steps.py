@@ -8,6 +8,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from hash_grammar import HashMatcher
 from random_steps import scheduler_case
 from random_steps.cases import draw_case
 from random_steps.command import scheduler_steps, shrink
@@ -78,7 +79,7 @@ def _pin(self: KVCacheManager, token_ids: Int32Array, seconds: float, options: R
 def _begin_grammar_anew(self: Req) -> None:
     _on_retract(self)
     if self.grammar is not None:
-        self.grammar._matcher.rollback(len(self.output_ids))
+        self.grammar._matcher = HashMatcher(self.grammar._matcher._grammar)
 
 
 _retain = KVCacheManager.retain

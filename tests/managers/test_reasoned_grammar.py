@@ -46,24 +46,24 @@ SPANS = [ReasoningSpan((20,), (5, 6, 13, 25, 30, 31), inside) for inside in (Fal
     st.sampled_from([*SPANS, ReasoningSpan(tuple(range(20, 40)), (5, 6, 13))]),
     st.lists(st.integers(0, 1 << 16), max_size=12),
 )
-def test_a_rollback_leads_back_to_the_same_masks(span: ReasoningSpan, choices: list[int]) -> None:
+def test_a_fork_goes_on_with_the_same_masks_and_changes_nothing(span: ReasoningSpan, choices: list[int]) -> None:
     matcher = ReasonedGrammar(
         HashGrammar("3", hashed_vocabulary(VOCAB, ENDS)), span, hashed_vocabulary(VOCAB, ENDS)
     ).start()
-    masks, accepted = [mask_after(matcher)], []
+    forks, masks, accepted = [matcher.fork()], [mask_after(matcher)], []
     for choice in choices:
         ways = [token for token in np.flatnonzero(masks[-1]).tolist() if token not in ENDS]
         if not ways:
             break
         accepted.append(ways[choice % len(ways)])
         matcher.accept(accepted[-1])
+        forks.append(matcher.fork())
         masks.append(mask_after(matcher))
-    for num_left in range(len(accepted) + 1):
-        matcher.rollback(len(accepted) - num_left)
-        for place in range(num_left, len(masks)):
-            assert (mask_after(matcher) == masks[place]).all()
+    for first, fork in enumerate(forks):
+        for place in range(first, len(masks)):
+            assert (mask_after(fork) == masks[place]).all()
             if place < len(accepted):
-                matcher.accept(accepted[place])
+                fork.accept(accepted[place])
 
 
 def mask_after(matcher: Matcher) -> np.ndarray:

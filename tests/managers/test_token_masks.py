@@ -145,7 +145,8 @@ class Costly:
 
     def accept(self, token: int) -> None: ...
 
-    def rollback(self, num_tokens: int) -> None: ...
+    def fork(self) -> Costly:
+        return self
 
 
 def tokens_until_failure(grammar: Costly, num_tokens: int) -> int:
@@ -230,7 +231,8 @@ class TwoTokens:
             raise GrammarFailed("not 5")
         self.is_done = True
 
-    def rollback(self, num_tokens: int) -> None: ...
+    def fork(self) -> TwoTokens:
+        return self
 
     is_done = False
 
