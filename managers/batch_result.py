@@ -103,7 +103,7 @@ class ResultProcessor:
             finish = self._accept(req, tokens)
             if finish is None and req.takes_forced_tokens:
                 finish = self._accept_forced(req)
-        req.num_unchecked = req.num_tokens - 1 - length
+        req.num_unchecked = max(req.num_tokens - length - len(tokens), 0)
         self._has_jumped |= req.num_unchecked > 0
         return finish
 

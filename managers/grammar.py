@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -152,10 +152,12 @@ class GrammarState:
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """`clock`: seconds that this thread has computed. Raises GrammarFailed."""
-        self._clock = clock
-        self._spare_s = _SPARE_S
-        self._matcher = self._call(grammar.start)
+        self._time = _TimeLimit(clock)
+        self._draft_time = _TimeLimit(clock)
+        """Drafts have a limit of their own, so that they never end a request."""
+        self._matcher = self._time.call(grammar.start)
         self._eos_ids = eos_ids
+        self._num_words = num_words
         self._bars: list[tuple[int, Int32Array]] = []
         """Until which number of output tokens which tokens are allowed."""
         if sampling.min_new_tokens:
@@ -165,38 +167,101 @@ class GrammarState:
             self._bars.append((_FOREVER, ~mask_of_all(eos_ids, num_words)))
         self.is_over = False
         """EOS was accepted."""
-        self._next = np.empty((1, num_words), np.int32)
-        """The mask of the next token, if `forced_token` has filled it."""
-        self._has_next = False
+        self._masks: list[Int32Array] = []
+        """The masks of the next token and of those after `_drafts`, as far as they are known: [num_words] each."""
+        self._drafts: list[int] = []
+        """Tokens that may come next, one after the other."""
 
     def fill(self, bits: Int32Array, line: int, num_output_tokens: int) -> None:
         """Write the mask of the next token to `bits[line]`: at least one bit. Raises GrammarFailed."""
-        if self._has_next:
-            bits[line] = self._next[0]
-            return
-        self._call(self._matcher.fill, bits, line)
+        if self._masks:
+            bits[line] = self._masks[0]
+        else:
+            self._fill(self._matcher, self._time, bits, line, num_output_tokens)
+
+    def fill_after(self, drafts: Sequence[int], bits: Int32Array, line: int) -> None:
+        """Write the masks after each of the drafts, which `look_ahead` has allowed, to `bits[line:]`."""
+        assert self._drafts[: len(drafts)] == list(drafts)
+        for place, mask in enumerate(self._masks[1 : 1 + len(drafts)], start=line):
+            bits[place] = mask
+
+    def forced_token(self, num_output_tokens: int) -> int | None:
+        """The next token, if its mask allows no other. The mask is kept for `fill`. Raises GrammarFailed."""
+        return only_token(self._next_mask(num_output_tokens))
+
+    def look_ahead(self, drafts: Sequence[int], num_output_tokens: int) -> int:
+        """The number of drafts before the first one that the grammar forbids, or that would end the output.
+
+        The masks after them are kept for `fill_after`. A failure of the library also ends the search, and nothing else:
+        the drafts may be wrong.
+        """
+        if drafts and self._drafts[: len(drafts)] == list(drafts):
+            return len(drafts)
+        self._drafts, self._masks = [], self._masks[:1]
+        matcher = self._matcher
+        try:
+            mask = self._next_mask(num_output_tokens)
+            for token in drafts:
+                if token in self._eos_ids or not is_allowed(mask, token) or self._draft_time.is_over:
+                    break
+                if not self._drafts:
+                    matcher = self._draft_time.call(matcher.fork)
+                self._draft_time.call(matcher.accept, token)
+                mask = self._mask(matcher, self._draft_time, num_output_tokens + len(self._drafts) + 1)
+                self._drafts.append(token)
+                self._masks.append(mask)
+        except GrammarFailed:
+            pass
+        return len(self._drafts)
+
+    def accept(self, token: int) -> None:
+        """Take the next token. Raises GrammarFailed."""
+        self._masks, self._drafts = [], []
+        if token in self._eos_ids:
+            self.is_over = True
+        else:
+            self._time.earn()
+            self._draft_time.earn()
+            self._time.call(self._matcher.accept, token)
+
+    def _next_mask(self, num_output_tokens: int) -> Int32Array:
+        if not self._masks:
+            self._masks.append(self._mask(self._matcher, self._time, num_output_tokens))
+        return self._masks[0]
+
+    def _mask(self, matcher: Matcher, time_limit: _TimeLimit, num_output_tokens: int) -> Int32Array:
+        bits = np.empty((1, self._num_words), np.int32)
+        self._fill(matcher, time_limit, bits, 0, num_output_tokens)
+        mask: Int32Array = bits[0]
+        return mask
+
+    def _fill(
+        self, matcher: Matcher, time_limit: _TimeLimit, bits: Int32Array, line: int, num_output_tokens: int
+    ) -> None:
+        time_limit.call(matcher.fill, bits, line)
         for until, allowed in self._bars:
             if num_output_tokens < until:
                 kept = bits[line] & allowed
                 if kept.any():
                     bits[line] = kept
 
-    def forced_token(self, num_output_tokens: int) -> int | None:
-        """The next token, if its mask allows no other. The mask is kept for `fill`. Raises GrammarFailed."""
-        self.fill(self._next, 0, num_output_tokens)
-        self._has_next = True
-        return only_token(self._next[0])
 
-    def accept(self, token: int) -> None:
-        """Take the next token. Raises GrammarFailed."""
-        self._has_next = False
-        if token in self._eos_ids:
-            self.is_over = True
-        else:
-            self._spare_s = min(self._spare_s + _EARNED_S, _SPARE_S)
-            self._call(self._matcher.accept, token)
+class _TimeLimit:
+    """The time that calls of a library may take."""
 
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._spare_s = _SPARE_S
+
+    @property
+    def is_over(self) -> bool:
+        return self._spare_s < 0
+
+    def earn(self) -> None:
+        """A token has come."""
+        self._spare_s = min(self._spare_s + _EARNED_S, _SPARE_S)
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call the library. Raises GrammarFailed for any error of the library, and if it takes too much time."""
         began_s = self._clock()
         try:
@@ -207,7 +272,7 @@ class GrammarState:
             logger.exception("The library of a grammar failed")
             raise GrammarFailed("its library failed; the server's log has the details") from None
         self._spare_s -= self._clock() - began_s
-        if self._spare_s < 0:
+        if self.is_over:
             raise GrammarFailed("its masks take too much time")
         return result
 
@@ -220,6 +285,12 @@ def only_token(mask: Int32Array) -> int | None:
     place = int(words.argmax())
     word = int(words[place])
     return None if word & (word - 1) else NUM_BITS * place + word.bit_length() - 1
+
+
+def is_allowed(mask: Int32Array, token: int) -> bool:
+    """Whether a mask [num_words] allows a token. It allows none that it has no bit for."""
+    word, bit = divmod(token, NUM_BITS)
+    return word < len(mask) and bool(mask[word] >> bit & 1)
 
 
 def mask_of(token: int, num_words: int) -> Int32Array:

@@ -6,7 +6,8 @@ is prompt lookup (Saxena, "Prompt Lookup Decoding", 2023).
 How many drafts a step gets is decided by what they bring. Each request learns how often its drafts were right, for
 repetitions of several lengths. It also learns when it proposes none, because a guess can be compared with the tokens
 that a step without drafts returns. The proposer learns how much longer a step takes with drafts. Those drafts are
-proposed that raise the expected number of tokens per second.
+proposed that raise the expected number of tokens per second. A guess ends before the first token that the request's
+grammar forbids.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class NgramProposer:
             self._history(req).guess(min(limit, self._max_drafts)) if limit > 0 else _NO_GUESS
             for req, limit in zip(reqs, limits, strict=True)
         ]
-        chances = [(guess.share, guess.limit) for guess in guesses]
-        counts = choose_counts(chances, self._max_tokens - len(reqs), self._cost.factor)
+        counts = self._choose(guesses)
+        if any(count and req.grammar is not None for req, count in zip(reqs, counts, strict=True)):
+            guesses = [self._allowed(*each) for each in zip(reqs, guesses, counts, strict=True)]
+            counts = self._choose(guesses)
         return [guess.tokens[:count] for guess, count in zip(guesses, counts, strict=True)]
 
     def observe(self, num_reqs: int, num_tokens: int, seconds: float) -> None:
@@ -72,6 +75,19 @@ class NgramProposer:
 
     def forget(self, req: Req) -> None:
         self._histories.pop(req, None)
+
+    def _choose(self, guesses: Sequence[Guess]) -> list[int]:
+        chances = [(guess.share, guess.limit) for guess in guesses]
+        return choose_counts(chances, self._max_tokens - len(guesses), self._cost.factor)
+
+    def _allowed(self, req: Req, guess: Guess, count: int) -> Guess:
+        """The part of a guess that the request's grammar allows, of its first `count` tokens."""
+        if req.grammar is None:
+            return guess
+        num_allowed = req.grammar.look_ahead(guess.tokens[:count], len(req.output_ids))
+        if num_allowed < count:
+            self._histories[req].cut(num_allowed)
+        return guess._replace(limit=num_allowed)
 
     def _history(self, req: Req) -> _History:
         """The history of a request, up to its newest token."""
@@ -141,6 +157,10 @@ class _History:
         self._guess = list(islice(cycle(ids), num))
         share = min(self._right[self._class] / self._total[self._class], _MAX_SHARE)
         return Guess(self._guess, share, limit)
+
+    def cut(self, length: int) -> None:
+        """The last guess ends there: what follows would never have been proposed, so it is not rated."""
+        del self._guess[length:]
 
     def _rate(self, tokens: Sequence[int]) -> bool:
         """Compare the last guess with the tokens that came, up to the first wrong one. Returns whether it had all."""

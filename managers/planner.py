@@ -19,6 +19,7 @@ from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch, build_copies, build_decode, build_extend
 from .schedule_policy import NewTokenRatio, expected_growth, retraction_order
 from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
+from .token_masks import allowed_drafts
 
 MAX_HELD_BACK = 3
 """Extend steps in a row in which shorter prompts may hold the oldest unfinished one back. Then it gets half a step."""
@@ -354,7 +355,7 @@ class Planner:
         if self._proposer is None:
             return None
         limits = [req.max_kv_len - req.kv_len - 1 if req.takes_drafts else 0 for req in decodes]
-        drafts = self._proposer.propose(decodes, limits)
+        drafts = list(map(allowed_drafts, decodes, self._proposer.propose(decodes, limits)))
         num_new = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
         if not any(drafts) or self.kv.decode_shortfall(decodes, num_new) > 0:
             return None

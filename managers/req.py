@@ -227,9 +227,10 @@ class Req:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether drafts may be proposed for it. A grammar's mask is for one position. Hidden states of rejected drafts
-        would have to be dropped. Penalties count what the device samples, so also what follows a wrong draft."""
-        return self.grammar is None and self.hidden is None and not self.sampling.has_penalties
+        """Whether drafts may be proposed for it. With a grammar, forced tokens are computed first. Hidden states of
+        rejected drafts would have to be dropped. Penalties count what the device samples, also after a wrong draft."""
+        is_ready = self.grammar is None or self.num_tokens == self.kv_len + 1
+        return is_ready and self.hidden is None and not self.sampling.has_penalties
 
     @property
     def takes_forced_tokens(self) -> bool:

@@ -37,7 +37,7 @@ class ScheduleBatch:
     num_decodes: int
     """Requests that decode."""
     sampled_lens: Int32Array
-    """[len(sampled)], the length of each, with its drafts, before its new token."""
+    """[len(sampled)], the length of each before its first new token."""
     scored: list[Req] = field(default_factory=list)
     """The request of each of `inputs.prompt_scores`."""
     pooled: list[Req] = field(default_factory=list)
@@ -53,6 +53,15 @@ class ScheduleBatch:
         assert self.inputs.extend_lens is not None
         num_drafts: list[int] = (self.inputs.extend_lens - 1).tolist()
         return num_drafts
+
+    def drafts_of(self, place: int) -> list[int]:
+        """Those of `sampled[place]`."""
+        if not self.inputs.verifies_drafts:
+            return []
+        assert self.inputs.input_ids is not None
+        start, end = self.inputs.starts[place : place + 2]
+        drafts: list[int] = self.inputs.input_ids[start + 1 : end].tolist()
+        return drafts
 
 
 def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
@@ -135,7 +144,7 @@ def build_extend(
         [req for req, wanted in zip(reqs, sampled, strict=True) if wanted],
         num_prompt_tokens=inputs.num_tokens - len(ids[-1]),
         num_decodes=len(decodes),
-        sampled_lens=ends[inputs.sampled],
+        sampled_lens=starts + 1 if has_drafts else ends[inputs.sampled],
         scored=scored,
         pooled=pooled,
         shown=shown,

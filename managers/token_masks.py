@@ -1,4 +1,4 @@
-"""Fills the token masks of a step: one for each row whose request has a grammar."""
+"""Fills the token masks of a step: one for each choice of a request with a grammar."""
 
 from __future__ import annotations
 
@@ -18,31 +18,41 @@ def masked_lines(reqs: Sequence[Req]) -> list[int]:
     return [line for line, req in enumerate(reqs) if req.grammar is not None]
 
 
+def allowed_drafts(req: Req, drafts: Sequence[int]) -> Sequence[int]:
+    """The drafts before the first one that the request's grammar forbids."""
+    return drafts[: req.grammar.look_ahead(drafts, len(req.output_ids))] if req.grammar and drafts else drafts
+
+
 def fill_masks(
     batch: ScheduleBatch, lines: Sequence[int], num_words: int, fail: Callable[[Req, TercetError], None]
 ) -> TokenMasks | None:
     """The masks of `lines`, positions in `batch.sampled`. None if none is needed, because these requests have ended.
 
-    `fail` is called for a request whose grammar cannot continue.
+    The drafts of a request are those that `allowed_drafts` left. `fail` is called for a request whose grammar cannot
+    continue.
     """
-    bits = np.empty((len(lines), num_words), np.int32)
+    drafts = [batch.drafts_of(line) for line in lines]
+    firsts = batch.inputs.starts if batch.inputs.verifies_drafts else range(len(batch.sampled))
+    bits = np.empty((len(lines) + sum(map(len, drafts)), num_words), np.int32)
     filled: list[int] = []
-    for line in lines:
+    for line, own in zip(lines, drafts, strict=True):
         req = batch.sampled[line]
         if req.stage is Stage.FINISHED or req.pending_abort is not None:
             continue
         assert req.grammar is not None
         known = req.output_from(int(batch.sampled_lens[line]))
         if known:
+            assert not own
             bits[len(filled)] = mask_of(known[0], num_words)
-            filled.append(line)
+            filled.append(int(firsts[line]))
             continue
         try:
             req.grammar.fill(bits, len(filled), len(req.output_ids))
         except GrammarFailed as error:
             fail(req, grammar_error(req, error))
         else:
-            filled.append(line)
+            req.grammar.fill_after(own, bits, len(filled) + 1)
+            filled.extend(range(int(firsts[line]), int(firsts[line]) + 1 + len(own)))
     return TokenMasks(np.array(filled, np.int32), bits[: len(filled)]) if filled else None
 
 

@@ -256,10 +256,10 @@ class StepOutput:
 
 @dataclass(slots=True, frozen=True)
 class TokenMasks:
-    """The tokens that grammars allow next, for M of the R sampled rows of a step."""
+    """The tokens that grammars allow next, for M of the N choices of a step."""
 
     lines: Int32Array
-    """[M], positions in the sampled rows, each once, in rising order."""
+    """[M], positions in the choices, each once, in rising order. Without drafts, a sampled row has one choice."""
     bits: Int32Array
     """[M, num_mask_words(vocab_size)]. Bit i of word w: token 32 * w + i may come next. At least one token may."""
 

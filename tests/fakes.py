@@ -20,6 +20,7 @@ from tercet.model_executor.step import (
     StepInputs,
     StepOutput,
     TokenMasks,
+    num_mask_words,
 )
 from tercet.srt.logprobs import LogprobOptions, Logprobs
 
@@ -113,14 +114,15 @@ class FakeStep:
     def __init__(
         self,
         rows: list[list[int]],
-        places: list[tuple[int, int]],
+        places: list[tuple[int, int, int]],
         runner: FakeRunner,
         logprobs: dict[int, Logprobs],
         prompt_logprobs: list[Logprobs],
         hidden_sums: list[np.ndarray],
         hidden_states: list[np.ndarray],
     ) -> None:
-        """`rows`: the new tokens of each sampled row. `places`: their rows of the table, and their lengths."""
+        """`rows`: the new tokens of each sampled row. `places`: their rows of the table, their lengths, and the
+        numbers of their drafts."""
         self._hidden = hidden_sums, hidden_states
         self._rows = rows
         self._places = places
@@ -136,16 +138,18 @@ class FakeStep:
             return
         self._runner.num_masked += len(masks.lines)
         assert (np.diff(masks.lines) > 0).all()
-        for line, bits in zip(masks.lines, masks.bits, strict=True):
-            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._runner.vocab_size]
-            (token,) = self._rows[line]  # a masked row brings no drafts
-            if token >= 0:
-                row, seq_len = self._places[line]
-                self._rows[line] = [choose(token, allowed)]
-                self._runner._future[row] = self._rows[line][0]
+        unpacked = [np.unpackbits(bits.view(np.uint8), bitorder="little") for bits in masks.bits]
+        allowed = dict(zip(masks.lines.tolist(), unpacked, strict=True))
+        first = 0
+        for line, (row, seq_len, num_drafts) in enumerate(self._places):
+            of_row = [allowed.get(choice) for choice in range(first, first + num_drafts + 1)]
+            first += num_drafts + 1
+            if any(mask is not None for mask in of_row):
+                slots = self._runner._table[row, :seq_len]
+                self._rows[line] = self._runner._verify(row, slots, num_drafts, of_row)
+                self._runner.num_masked_drafts += len(self._rows[line]) - 1
                 if line in self._logprobs:  # of the chosen token, before the mask
-                    slots = self._runner._table[row, :seq_len]
-                    self._logprobs[line] = self._runner._score_output(row, slots, 0, self._rows[line])
+                    self._logprobs[line] = self._runner._score_output(row, slots, num_drafts, self._rows[line])
 
     def wait(self) -> StepOutput:
         assert self.is_sampled
@@ -175,7 +179,9 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.steps: list[StepInputs] = []
         self.num_masked = 0
-        """Rows that were sampled with a token mask."""
+        """Choices with a token mask."""
+        self.num_masked_drafts = 0
+        """Accepted drafts of rows with a token mask."""
         self.invalid_rows: set[int] = set()
         self.poison: int | None = None
         """A token with invalid KV. All later KV of its sequence, and the logits, are invalid, too."""
@@ -233,7 +239,7 @@ class FakeRunner:
             assert (self._kv_position[slots] == np.arange(seq_len)).all(), f"row {row} reads KV of other positions"
             if is_wanted:
                 rows.append(self._verify(row, slots, num_drafts))
-                places.append((row, seq_len))
+                places.append((row, seq_len, num_drafts))
                 if self._wishes.get(row) is not None:
                     logprobs[len(rows) - 1] = self._score_output(row, slots, num_drafts, rows[-1])
         scores = [self._score_prompt(step, one) for one in step.prompt_scores]
@@ -263,11 +269,15 @@ class FakeRunner:
         sums = [self._kv_token[slots].sum(), self._kv_position[slots].sum(), wanted.length]
         return (np.array(sums) / HIDDEN_UNIT).astype(np.int64)
 
-    def _verify(self, row: int, slots: np.ndarray, num_drafts: int) -> list[int]:
-        """The new tokens of a row whose last `num_drafts` slots hold drafts."""
+    def _verify(
+        self, row: int, slots: np.ndarray, num_drafts: int, masks: Sequence[np.ndarray | None] = ()
+    ) -> list[int]:
+        """The new tokens of a row whose last `num_drafts` slots hold drafts. `masks`: those of its choices."""
         tokens: list[int] = []
-        for end in range(len(slots) - num_drafts, len(slots) + 1):
-            self._future[row] = next_token(self._kv_token[slots[:end]], int(self._seed[row]), self.vocab_size)
+        first = len(slots) - num_drafts
+        for end in range(first, len(slots) + 1):
+            hashed = next_token(self._kv_token[slots[:end]], int(self._seed[row]), self.vocab_size)
+            self._future[row] = choose(hashed, masks[end - first] if masks else None)
             is_invalid = row in self.invalid_rows or self.is_nan[slots[:end]].any()
             tokens.append(INVALID_TOKEN if is_invalid else int(self._future[row]))
             if is_invalid or end == len(slots) or self._kv_token[slots[end]] != self._kv_of(tokens[-1]):
@@ -326,13 +336,30 @@ class FakeProposer(EachProposer):
         num_in_flight = max(req.kv_len + 1 - len(known), 0)
         seed = req.sampling.sampling_seed
         num_right = num_in_flight + min(self.max_drafts, limit)
-        right = expected_output(known, seed, num_right, self.vocab_size, weights=self.weights)
+        if req.grammar is None:
+            right = expected_output(known, seed, num_right, self.vocab_size, weights=self.weights)
+        else:
+            right = self._constrained(req, known, num_right)
         drafts = right[num_in_flight:]
         choice = next_token([*known, len(known)], seed, 2 * self.max_drafts * (self.max_drafts + 1))
         wrong_at, num_fewer = divmod(choice, self.max_drafts + 1)
         if wrong_at < len(drafts):
             drafts[wrong_at] = (drafts[wrong_at] + 1) % self.vocab_size
         return drafts[: self.max_drafts - num_fewer]
+
+    def _constrained(self, req: Req, known: list[int], length: int) -> list[int]:
+        """The next tokens under the request's grammar, up to its end."""
+        assert req.grammar is not None
+        matcher, ids, seed = req.grammar._matcher.fork(), list(known), req.sampling.sampling_seed
+        bits = np.empty((1, num_mask_words(self.vocab_size)), np.int32)
+        while len(ids) < len(known) + length:
+            matcher.fill(bits, 0)
+            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self.vocab_size]
+            ids.append(choose(next_token(ids, seed, self.vocab_size, self.weights), allowed))
+            if ids[-1] in req.grammar._eos_ids:
+                break
+            matcher.accept(ids[-1])
+        return ids[len(known) :]
 
 
 class FakeInbox:

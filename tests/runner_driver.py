@@ -98,7 +98,7 @@ class RunnerDriver:
 
     def _run(self, step):
         launched = self.runner.launch(step)
-        launched.sample(None if self.masks is None else self.masks(step.num_sampled))
+        launched.sample(None if self.masks is None else self.masks(step.num_choices))
         return launched.wait().tokens
 
     def logits_along(self, row, ids, chunks):

@@ -342,8 +342,6 @@ class RunningStep:
     def sample(self, masks: TokenMasks | None = None) -> None:
         if self._forward is None:
             return
-        if self._drafted is not None and masks is not None:  # its lines are sampled rows, and a masked one has no draft
-            masks = TokenMasks(self._drafted.starts[masks.lines].astype(np.int32), masks.bits)
         self._tokens, self._logprobs = self._runner.choose(*self._forward, masks)
         self._forward = None  # the logits' memory is free for the next step
         if self._drafted is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -15,6 +15,7 @@ from random_steps.command import scheduler_steps, shrink
 from random_steps.scheduler_case import SchedulerCase
 
 from tercet.managers.fair_policy import FairPolicy
+from tercet.managers.grammar import GrammarState
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
@@ -45,6 +46,7 @@ RARE = (
     "blocks displaced from host memory",
     "retractions",
     "retractions under a grammar",
+    "drafts accepted under a grammar",
     "preemptions",
     "log probabilities beside reused KV",
     "log probabilities under a grammar",
@@ -82,6 +84,10 @@ def _begin_grammar_anew(self: Req) -> None:
         self.grammar._matcher = HashMatcher(self.grammar._matcher._grammar)
 
 
+def _repeat_mask(self: GrammarState, drafts: Sequence[int], bits: Int32Array, line: int) -> None:
+    bits[line : line + len(drafts)] = bits[line - 1]
+
+
 _retain = KVCacheManager.retain
 _on_retract = Req.on_retract
 
@@ -102,6 +108,7 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "KV of old weights stays in the cache": (KVCacheManager, "flush", _ignore),
     "KV of old weights is read from files": (KVTiers, "change_identity", _ignore),
     "a retracted request begins its grammar anew": (Req, "on_retract", _begin_grammar_anew),
+    "all drafts have the mask of the next token": (GrammarState, "fill_after", _repeat_mask),
     "tokens of a dead engine are forgotten": (Req, "resume", _ignore),
     "reused KV takes the log probabilities of a prompt": (ReqLogprobs, "reusable_len", None),
     "reused KV takes hidden states": (Req, "reusable_len", property(lambda self: self.num_tokens - 1)),

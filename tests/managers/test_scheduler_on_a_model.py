@@ -206,7 +206,8 @@ class Oracle:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_drafts_change_no_token(runners, recorded, monkeypatch):
-    """Greedy and drawn tokens, and their log probabilities. The runner of these settings records steps with drafts."""
+    """Greedy and drawn tokens, with and without a grammar, and their log probabilities. The runner of these settings
+    records steps with drafts."""
     seen = dict.fromkeys(("verifications", "drafts", "accepted"), 0)
     drafting = Runners(monkeypatch, runners.backend, speculative_algorithm="NGRAM") if recorded else runners
     for seed in range(NUM_SCHEDULES // 2):
@@ -214,6 +215,9 @@ def test_drafts_change_no_token(runners, recorded, monkeypatch):
         requests = [
             (f"{rid} logprobs" if index % 3 == 0 else rid, *rest) for index, (rid, *rest) in enumerate(requests)
         ]
+        for index, (_, _, sampling, *_) in enumerate(requests):
+            if index % 4 < 2:
+                sampling["regex"] = str(index)
         plain, _ = play(runners, options, requests, overlap=False)
         ngrams, oracle = NgramProposer(max_drafts=5, max_tokens=16), Oracle(plain, seed)
         for proposer in (ngrams, oracle):

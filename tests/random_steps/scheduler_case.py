@@ -320,6 +320,7 @@ class SchedulerCase:
         """Counts what an engine has done."""
         planner, tiers = self._rig.planner, self._rig.kv.tiers
         self.seen["retractions"] += planner.num_retractions
+        self.seen["drafts accepted under a grammar"] += self._rig.runner.num_masked_drafts
         if tiers is not None:
             self.seen["blocks displaced from host memory"] += tiers.blocks.num_dropped
         if self._storage is not None:

@@ -12,7 +12,7 @@ from cpu_models import CONFIG, VARIANTS, make_cpu_runner
 from runner_driver import RunnerDriver
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.step import TokenMasks
+from tercet.model_executor.step import FROM_DEVICE, TokenMasks
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -112,6 +112,23 @@ def test_a_mask_needs_logits():
     tokens = []
     assert steps.writes_logits(lambda: tokens.extend(steps.driver.decode([1])))
     assert tokens == [3 * 32 + 5]
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_each_choice_of_a_step_with_drafts_has_a_mask_of_its_own(num_right):
+    """Row 2 has the masks, and row 1 has a draft before it."""
+    driver = Steps().driver
+    driver.extend({1: [5] * 30, 2: [6] * 20}, new_rows=[driver.add(1), driver.add(2)])
+    words = -(-CONFIG.vocab_size // 32)
+    wanted = [9, 70, 200]
+    bits = np.zeros((3, words), np.int32)
+    for line, token in enumerate(wanted):
+        bits[line, token // 32] = 1 << token % 32
+    driver.masks = lambda num_choices: TokenMasks(np.arange(num_choices - 3, num_choices, dtype=np.int32), bits)
+    drafts = [token if place < num_right else token + 1 for place, token in enumerate(wanted[:2])]
+    tokens = driver.extend({1: [FROM_DEVICE, 3], 2: [FROM_DEVICE, *drafts]}, verifies_drafts=True)
+    assert tokens.tolist()[-1 - num_right :] == wanted[: num_right + 1]
+    assert driver.runner.future_tokens[2] == wanted[num_right]
 
 
 def test_stop_tokens_are_free_again_after_the_first_tokens():
