@@ -100,6 +100,28 @@ def test_a_failure_behind_a_draft_leaves_the_request_alone(text: str) -> None:
         next_masks(state, [], 2)
 
 
+class Anything:
+    """A grammar of any tokens, which may end anywhere."""
+
+    def start(self) -> Anything:
+        return self
+
+    def fill(self, bits: Any, line: int) -> None:
+        bits[line] = -1
+
+    def accept(self, token: int) -> None: ...
+
+    def fork(self) -> Anything:
+        return self
+
+
+def test_the_end_is_barred_up_to_the_right_draft() -> None:
+    state = GrammarState(Anything(), EOS, SamplingParams(min_new_tokens=3), NUM_WORDS, clock=lambda: 0.0)
+    state.accept(1)
+    assert state.look_ahead([1, 1, 1], 1) == 3
+    assert [_allows(mask, 7) for mask in next_masks(state, [1, 1, 1], 1)] == [False, False, True, True]
+
+
 class Slow:
     """A grammar of any tokens. A fork takes a second for each mask, and the first matcher no time."""
 

@@ -157,6 +157,67 @@ def test_a_fork_changes_nothing(backend: Any) -> None:
     assert allowed(matcher) == {EOS}
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json_schema": {"type": "object", "properties": {"ab": {"type": "string"}, "abc": {"enum": ["ab", "abc"]}}}},
+        {"regex": "(ab|abc)*[0-9]{1,3}(true|false|null)+"},
+        {"ebnf": 'root ::= "<f>" item* "</f>"\nitem ::= "ab" | "abc" | root'},
+    ],
+    ids=["json", "regex", "ebnf"],
+)
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=has_xgrammar)])
+def test_drafts_have_the_masks_of_single_steps(backend: Any, given: dict[str, Any]) -> None:
+    """Also after drafts that turned out to be wrong."""
+    grammar = make_compiler(backend, VOCABULARY).compile(spec_of(**given))
+    draw = random.Random(1)
+    for _ in range(8):
+        sampling = SamplingParams(min_new_tokens=draw.choice([0, 9]))
+        one, other = (GrammarState(grammar, VOCABULARY.eos_ids, sampling, VOCABULARY.num_words) for _ in range(2))
+        output: list[int] = []
+        while len(output) < 30:
+            drafts = drawn_text(grammar, output, draw)
+            if draw.random() < 0.3:
+                drafts[draw.randrange(len(drafts)) :] = [draw.randrange(len(VOCABULARY.tokens))]
+            num_allowed = one.look_ahead(drafts, len(output))
+            bits = np.empty((num_allowed + 1, VOCABULARY.num_words), np.int32)
+            one.fill(bits, 0, len(output))
+            one.fill_after(drafts[:num_allowed], bits, 1)
+            for place in range(draw.randint(0, num_allowed) + 1):
+                single = np.empty((1, VOCABULARY.num_words), np.int32)
+                other.fill(single, 0, len(output))
+                assert (single[0] == bits[place]).all()
+                unpacked = np.unpackbits(single.view(np.uint8), bitorder="little")[: len(VOCABULARY.tokens)]
+                ways = np.flatnonzero(unpacked).tolist()
+                token = drafts[place] if place < num_allowed and draw.random() < 0.8 else draw.choice(ways)
+                if token == EOS:
+                    break
+                output.append(token)
+                one.accept(token)
+                other.accept(token)
+                if drafts[place : place + 1] != [token]:
+                    break
+            else:
+                continue
+            if token == EOS:
+                break
+
+
+def drawn_text(grammar: Any, output: list[int], draw: random.Random) -> list[int]:
+    """Some tokens that may follow an output, and EOS if nothing else may."""
+    matcher = grammar.start()
+    for token in output:
+        matcher.accept(token)
+    found: list[int] = []
+    while len(found) < 6:
+        ways = allowed(matcher) - {EOS}
+        if not ways:
+            return found or [EOS]
+        found.append(draw.choice(sorted(ways)))
+        matcher.accept(found[-1])
+    return found
+
+
 @pytest.mark.parametrize("regex", ["[a-z]{600,}", "[a-zA-Z ,.]{600,}", "[a-z ]{600,}"])
 def test_a_grammar_that_counts_letters_takes_little_work(monkeypatch: pytest.MonkeyPatch, regex: str) -> None:
     # The library counts its work. With its own sets of tokens, 40 units are not enough.
