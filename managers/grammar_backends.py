@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ..srt.arrays import Int32Array
@@ -142,10 +143,11 @@ class LLGuidanceCompiler:
             text = self._translate(spec)
         except (ValueError, RecursionError) as error:
             raise invalid(spec, str(error)) from None
-        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        make = functools.partial(self._library.LLMatcher, self._tokenizer, text, log_level=0, limits=self._limits)
+        matcher = make()
         if matcher.is_error():
             raise invalid(spec, self._reason(spec, matcher.get_error()))
-        return _LLGrammar(matcher)
+        return _LLGrammar(matcher, make)
 
     def _reason(self, spec: GrammarSpec, error: str) -> str:
         """Why a grammar is refused, without the translation that the library quotes. Names the JSON schema of a tag."""
@@ -227,10 +229,18 @@ class _Tokens:
 
 
 class _LLGrammar:
-    def __init__(self, matcher: Any) -> None:
+    """A compiled grammar. All its matchers share a lexer, and its limits count what all of them have made."""
+
+    def __init__(self, matcher: Any, make: Callable[[], Any]) -> None:
+        """`make`: compiles the grammar again."""
         self._matcher = matcher
+        self._make = make
 
     def start(self) -> Matcher:
+        probe = self._matcher.deep_copy()
+        probe.compute_bitmask()
+        if probe.is_error():  # earlier requests have brought the lexer to its limits, and it never recovers
+            self._matcher = self._make()
         return _LLMatcher(self._matcher.deep_copy())
 
 
