@@ -10,8 +10,8 @@ from fp8_models import change_config
 from integer_models import KINDS, Kind, packed, save_pair
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
-from tiny_models import make_model
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.quantized_weight import QuantizedWeight
