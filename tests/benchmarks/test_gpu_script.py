@@ -41,7 +41,7 @@ def test_a_part_that_fails_costs_the_others_nothing(tmp_path: Path) -> None:
     assert "## One batch: tiny" in files[".md"].replace("toy", "tiny") and "Commit abc123." in files[".md"]
     assert str(tmp_path) not in files[".md"].splitlines()[2]
     assert json.loads(files[".json"])["parts"]["one-batch"]["decode"]
-    assert "bench_one_batch" in files[".md"] and "--results" not in files[".md"] + files[".json"]
+    assert "tercet bench one-batch" in files[".md"] and "--results" not in files[".md"] + files[".json"]
     assert "--model-path must be a path or one of" in files[".log"]
 
 
