@@ -145,8 +145,10 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     inter = config.intermediate_size
-    q, k, v = _Rows("self_attn.q_proj", q_size), _Rows("self_attn.k_proj", kv_size), _Rows("self_attn.v_proj", kv_size)
-    gate, up = _Rows("mlp.gate_proj", inter), _Rows("mlp.up_proj", inter)
+    # The parts have their rows here, and their columns in `layer`.
+    q = Part("self_attn.q_proj", (q_size,))
+    k, v = Part("self_attn.k_proj", (kv_size,)), Part("self_attn.v_proj", (kv_size,))
+    gate, up = Part("mlp.gate_proj", (inter,)), Part("mlp.up_proj", (inter,))
     if FAMILIES[config.architecture].stacked_projections:
         q, k, v = _stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
         gate, up = _stacked("mlp.gate_up_proj", inter, inter)
@@ -156,9 +158,9 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     # name: (checkpoint rows, columns, whether it has a bias, how it is split)
     linears = {
         "qkv_proj": ((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
-        "o_proj": ((_Rows("self_attn.o_proj", hidden),), q_size, config.o_bias, Split.ROWS),
+        "o_proj": ((Part("self_attn.o_proj", (hidden,)),), q_size, config.o_bias, Split.ROWS),
         "gate_up_proj": ((gate, up), hidden, config.mlp_bias, Split.COLUMNS),
-        "down_proj": ((_Rows("mlp.down_proj", hidden),), inter, config.mlp_bias, Split.ROWS),
+        "down_proj": ((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
     }
     vectors = {
         "input_norm": ("input_layernorm", hidden),
@@ -172,11 +174,11 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         for name, (checkpoint_name, size) in vectors.items():
             yield _whole(f"layers.{index}.{name}.weight", f"{source}{checkpoint_name}.weight", (size,))
         for name, (parts, columns, bias, split) in linears.items():
-            rows = sum(part.size for part in parts)
-            weights = tuple(part.of_layer(source, "weight", columns) for part in parts)
+            rows = sum(part.shape[0] for part in parts)
+            weights = tuple(_renamed(part, f"{source}{part.name}.weight", columns) for part in parts)
             yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights, split)
             if bias:
-                biases = tuple(part.of_layer(source, "bias") for part in parts)
+                biases = tuple(_renamed(part, f"{source}{part.name}.bias") for part in parts)
                 bias_split = Split.FIRST_RANK if split is Split.ROWS else split
                 yield Parameter(f"layers.{index}.{name}.bias", (rows,), biases, bias_split)
 
@@ -189,24 +191,14 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     return parameters
 
 
-class _Rows(NamedTuple):
-    """The rows of a linear layer that one Part has, in every layer."""
-
-    name: str
-    size: int
-    first_row: int = 0
-    num_rows: int | None = None
-    head_order: tuple[int, ...] | None = None
-
-    def of_layer(self, prefix: str, kind: str, *columns: int) -> Part:
-        shape = (self.size, *columns)
-        return Part(f"{prefix}{self.name}.{kind}", shape, self.first_row, self.num_rows, self.head_order)
+def _renamed(part: Part, name: str, *columns: int) -> Part:
+    return part._replace(name=name, shape=(*part.shape, *columns))
 
 
-def _stacked(name: str, *sizes: int) -> Iterator[_Rows]:
+def _stacked(name: str, *sizes: int) -> Iterator[Part]:
     """The parts of a checkpoint tensor whose rows are stacked already."""
     firsts = itertools.accumulate(sizes, initial=0)
-    return (_Rows(name, size, first, sum(sizes)) for size, first in zip(sizes, firsts, strict=False))
+    return (Part(name, (size,), first, sum(sizes)) for size, first in zip(sizes, firsts, strict=False))
 
 
 def _half_split_order(head_dim: int, rotary_dim: int) -> tuple[int, ...]:
