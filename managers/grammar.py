@@ -61,6 +61,9 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """A compiled grammar. Requests share it."""
 
+    is_full: bool
+    """Whether requests have used up limits of the library that they share. The next request compiles it again."""
+
     def start(self) -> Matcher:
         """A matcher at the start of the output."""
 
@@ -154,7 +157,7 @@ class GrammarState:
         """`clock`: seconds that this thread has computed. Raises GrammarFailed."""
         self._time = _TimeLimit(clock)
         self._draft_time = _TimeLimit(clock)
-        """Drafts have a limit of their own, so that they never end a request."""
+        """Drafts have a limit of their own, so that the time they take never ends a request."""
         self._matcher = self._time.call(grammar.start)
         self._eos_ids = eos_ids
         self._num_words = num_words

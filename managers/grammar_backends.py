@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable
 from typing import Any, Literal
 
 from ..srt.arrays import Int32Array
@@ -143,11 +142,10 @@ class LLGuidanceCompiler:
             text = self._translate(spec)
         except (ValueError, RecursionError) as error:
             raise invalid(spec, str(error)) from None
-        make = functools.partial(self._library.LLMatcher, self._tokenizer, text, log_level=0, limits=self._limits)
-        matcher = make()
+        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise invalid(spec, self._reason(spec, matcher.get_error()))
-        return _LLGrammar(matcher, make)
+        return _LLGrammar(matcher)
 
     def _reason(self, spec: GrammarSpec, error: str) -> str:
         """Why a grammar is refused, without the translation that the library quotes. Names the JSON schema of a tag."""
@@ -228,38 +226,44 @@ class _Tokens:
         return ids
 
 
+_LEXER = "lexer error"
+"""Begins the errors of a lexer that is at its limits."""
+
+
 class _LLGrammar:
     """A compiled grammar. All its matchers share a lexer, and its limits count what all of them have made."""
 
-    def __init__(self, matcher: Any, make: Callable[[], Any]) -> None:
-        """`make`: compiles the grammar again."""
+    def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._make = make
+        self.is_full = False
 
     def start(self) -> Matcher:
-        probe = self._matcher.deep_copy()
-        probe.compute_bitmask()
-        if probe.is_error():  # earlier requests have brought the lexer to its limits, and it never recovers
-            self._matcher = self._make()
-        return _LLMatcher(self._matcher.deep_copy())
+        return _LLMatcher(self, self._matcher.deep_copy())
 
 
 class _LLMatcher:
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, grammar: _LLGrammar, matcher: Any) -> None:
+        self._grammar = grammar
         self._matcher = matcher
 
     def fill(self, bits: Int32Array, line: int) -> None:
         size = bits.strides[0]
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data + line * size, size)
         if self._matcher.is_error():
-            raise GrammarFailed(_reason(self._matcher.get_error()))
+            raise self._failure()
 
     def accept(self, token: int) -> None:
         if not self._matcher.consume_token(token):
-            raise GrammarFailed(_reason(self._matcher.get_error()))
+            raise self._failure()
 
     def fork(self) -> Matcher:
-        return _LLMatcher(self._matcher.deep_copy())
+        return _LLMatcher(self._grammar, self._matcher.deep_copy())
+
+    def _failure(self) -> GrammarFailed:
+        error = self._matcher.get_error()
+        if _LEXER in error:  # it never recovers
+            self._grammar.is_full = True
+        return GrammarFailed(_reason(error))
 
 
 def _reason(error: str) -> str:
@@ -304,6 +308,8 @@ class XGrammarCompiler:
 
 
 class _XGrammar:
+    is_full = False
+
     def __init__(self, library: Any, compiled: Any) -> None:
         self._library = library
         self._compiled = compiled

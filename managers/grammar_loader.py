@@ -123,8 +123,12 @@ class GrammarLoader:
 
     def _find(self, spec: GrammarSpec) -> Grammar | None:
         grammar = self._cached.get(spec)
-        if grammar is not None:
-            self._cached.move_to_end(spec)
+        if grammar is None:
+            return None
+        if grammar.is_full:
+            del self._cached[spec]
+            return None
+        self._cached.move_to_end(spec)
         return grammar
 
     def _keep(self, spec: GrammarSpec, grammar: Grammar) -> Grammar:

@@ -20,6 +20,10 @@ class ReasonedGrammar:
         self._starts = mask_of_all(span.starts, vocabulary.num_words)
         self._free = vocabulary.text_mask | mask_of_all((*span.starts, *span.ends), vocabulary.num_words)
 
+    @property
+    def is_full(self) -> bool:
+        return self._grammar.is_full
+
     def start(self) -> Matcher:
         inside = self._span.inside
         return _Matcher(

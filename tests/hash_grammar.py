@@ -100,6 +100,8 @@ class HashGrammars:
 
 
 class HashGrammar:
+    is_full = False
+
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
         self.seed = int(text.split()[-1])
         self.fails_at = self.seed if text.startswith("fails") else None

@@ -103,6 +103,8 @@ def test_a_failure_behind_a_draft_leaves_the_request_alone(text: str) -> None:
 class Anything:
     """A grammar of any tokens, which may end anywhere."""
 
+    is_full = False
+
     def start(self) -> Anything:
         return self
 
@@ -124,6 +126,8 @@ def test_the_end_is_barred_up_to_the_right_draft() -> None:
 
 class Slow:
     """A grammar of any tokens. A fork takes a second for each mask, and the first matcher no time."""
+
+    is_full = False
 
     def __init__(self, clock: list[float], *, is_fork: bool = False) -> None:
         self.clock, self.is_fork = clock, is_fork

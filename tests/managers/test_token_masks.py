@@ -132,6 +132,8 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(overlap: bool) -> None:
 class Costly:
     """A grammar of any tokens, each of which takes the next of these times: seconds for its mask."""
 
+    is_full = False
+
     def __init__(self, *times_s: float) -> None:
         self.now_s = 0.0
         self._times_s = list(times_s)
@@ -218,6 +220,8 @@ def test_equal_grammars_are_compiled_once() -> None:
 
 class TwoTokens:
     """A grammar whose output is token 5 and then EOS."""
+
+    is_full = False
 
     def start(self) -> TwoTokens:
         return self
