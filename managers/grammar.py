@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,9 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """A compiled grammar. Requests share it."""
 
-    is_full: bool
-    """Whether requests have used up limits of the library that they share. The next request compiles it again."""
+    @property
+    def is_full(self) -> bool:
+        """Whether requests have used up limits of the library that they share. The next request compiles it again."""
 
     def start(self) -> Matcher:
         """A matcher at the start of the output."""
@@ -195,8 +197,8 @@ class GrammarState:
     def look_ahead(self, drafts: Sequence[int], num_output_tokens: int) -> int:
         """The number of drafts before the first one that the grammar forbids, or that would end the output.
 
-        The masks after them are kept for `fill_after`. A failure of the library also ends the search, and nothing else:
-        the drafts may be wrong.
+        The masks after them are kept for `fill_after`. A failure of the library ends the drafts of this request, and
+        nothing else: they may be wrong.
         """
         if drafts and self._drafts[: len(drafts)] == list(drafts):
             return len(drafts)
@@ -214,7 +216,7 @@ class GrammarState:
                 self._drafts.append(token)
                 self._masks.append(mask)
         except GrammarFailed:
-            pass
+            self._draft_time.end()
         return len(self._drafts)
 
     def accept(self, token: int) -> None:
@@ -259,6 +261,10 @@ class _TimeLimit:
     @property
     def is_over(self) -> bool:
         return self._spare_s < 0
+
+    def end(self) -> None:
+        """Leave no time for further calls."""
+        self._spare_s = -math.inf
 
     def earn(self) -> None:
         """A token has come."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tiny_models import BASE, save
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tercet.model_executor.layers.fp8_weight import Fp8Weight, quantize_fp8
 
@@ -47,15 +47,17 @@ def wide_model(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**BASE | sizes)).bfloat16().eval()
 
 
-def save_pair(folder: Path, kind: str, seed: int = 0) -> tuple[Path, Path]:
-    """Saves `wide_model` with fp8 weights, and with the float32 numbers that these stand for."""
-    model, (fp8, wide) = wide_model(seed), (folder / "fp8", folder / "wide")
+def save_pair(folder: Path, kind: str, seed: int = 0, model: PreTrainedModel | None = None) -> tuple[Path, Path]:
+    """Saves a model, `wide_model` by default, with fp8 weights, and with the float32 numbers that these stand for."""
+    model, (fp8, wide) = model or wide_model(seed), (folder / "fp8", folder / "wide")
     for path in (fp8, wide):
         path.mkdir(parents=True)
         save(model, path)
     tensors: dict[str, torch.Tensor] = {}
     widened: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
         is_linear = name.endswith("_proj.weight") and not (kind == "tensors" and ".layers.1." in name)
         if not is_linear:
             tensors[name], widened[name] = tensor.clone(), tensor.float()

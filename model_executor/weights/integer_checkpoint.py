@@ -100,7 +100,7 @@ class _Matrix:
         """The forms of quantized weights that have the values of the matrix.
 
         The scales must be numbers of float16. "int4" has minima of -zero point * scale, which are rounded to float16:
-        by less than 0.01 of a scale. The other forms are exact.
+        by less than 0.0074 of a scale. The other forms are exact.
         """
         if self._width(slice(0, self.shape[1])) != GROUP:
             return frozenset()

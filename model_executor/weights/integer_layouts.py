@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
     def zeros_of(self, stored: torch.Tensor, bits: int, region: Region) -> torch.Tensor:
         """Zero points of unsigned values: int16, of a region of [n, G]."""
-        # Writers subtract the offset from whole words: a 0 borrows from the next integer. So it is added to words.
+        # GPTQModel subtracts the offset from whole words: a 0 borrows from the next integer. So it is added to words.
         offset = sum(self.zero_offset << shift for shift in range(0, _WORD_BITS, bits))
         stored = stored + offset if offset else stored
         packed_dim = None if self.packed_dims is None else self.packed_dims[1]

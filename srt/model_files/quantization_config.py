@@ -27,7 +27,8 @@ _OF_NO_EFFECT_FOR_INTEGERS = (
     "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
     "modules_in_block_to_quantize", "modules_to_fuse", "mse", "nsamples", "offload_to_disk", "offload_to_disk_path",
     "pad_token_id", "provider", "quantizer", "scale_dtype", "seqlen", "static_groups", "tokenizer", "true_sequential",
-    "uri", "use_cuda_fp16", "use_exllama",
+    "uri", "use_cuda_fp16", "use_exllama", "amp", "enable_norm_bias_tuning", "to_quant_block_names", "super_bits",
+    "super_group_size",
     # The file itself shows which modules are quantized, and has all zero points.
     "lm_head", "sym",
 )  # fmt: skip
@@ -118,8 +119,7 @@ def _gptq(given: Settings) -> IntegerConfig:
     _expect(given, "format", layout)
     _expect(given, "pack_dtype", "int32")
     _expect(given, "data_type", "int")
-    for key in _OF_NO_EFFECT_FOR_INTEGERS:
-        given.get(key)
+    _skip_what_has_no_effect(given)
     return IntegerConfig(
         layout,
         _one_of(given, "bits", (4, 8)),
@@ -137,11 +137,10 @@ def _awq(given: Settings) -> IntegerConfig:
             raise given.unsupported(f"quantization_config: {key} must be 'gemm', got {quote(version)}")
     if given.get("backend") == "llm-awq":
         raise given.unsupported("quantization_config: backend 'llm-awq' has another layout, which is not supported")
-    _expect(given, "zero_point", True)
+    given.flag("zero_point", True)  # AutoRound writes false if all are 8, and the file has them in any case
     _expect(given, "desc_act", False)
     _expect(given, "pack_dtype", "int32")
-    for key in _OF_NO_EFFECT_FOR_INTEGERS:
-        given.get(key)
+    _skip_what_has_no_effect(given)
     return IntegerConfig(
         "awq",
         _one_of(given, "bits", (4,)),
@@ -150,6 +149,16 @@ def _awq(given: Settings) -> IntegerConfig:
         act_order=False,
         excluded=(*_names(given, "modules_to_not_convert"), *_not_dynamic(given)),
     )
+
+
+def _skip_what_has_no_effect(given: Settings) -> None:
+    for key in _OF_NO_EFFECT_FOR_INTEGERS:
+        given.get(key)
+    # AutoRound describes activations that are not rounded, too.
+    if (bits := given.integer("act_bits", 16)) < 16:
+        raise given.unsupported(f"quantization_config: act_bits={bits} is not supported: activations are not rounded")
+    for key in ("act_data_type", "act_dynamic", "act_group_size", "act_sym"):
+        given.get(key)
 
 
 def _not_dynamic(given: Settings) -> list[str]:
@@ -262,7 +271,8 @@ def _names(given: Settings, *keys: str) -> tuple[str, ...]:
 def _checked(names: list[str], given: Settings, key: str) -> list[str]:
     for name in names:
         try:
-            re.compile(name.removeprefix("re:"))
+            if name.startswith("re:"):
+                re.compile(name.removeprefix("re:"))
         except re.error as error:
             raise given.refusal(key, f"names or regular expressions ({error})", name) from None
     return names

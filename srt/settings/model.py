@@ -45,8 +45,8 @@ class ModelSettings:
     context_length: Annotated[
         int | None,
         Setting(
-            "Maximum context length in tokens; default: the model's. For a model with LongRoPE, at most its original "
-            "length selects the frequencies of short contexts"
+            "Maximum context length in tokens; default: the model's. For a model with LongRoPE, a value of at most "
+            "its original length selects the frequencies for short contexts"
         ),
     ] = None
     dtype: Annotated[

@@ -94,6 +94,7 @@ def test_a_failure_behind_a_draft_leaves_the_request_alone(text: str) -> None:
     state = make_state(text)
     assert state.look_ahead([first, second], 0) == 1
     state.accept(first)
+    assert state.look_ahead([second], 1) == 0, "a library that failed once is not asked again"
     state.accept(second)
     assert state.look_ahead([first], 2) == 0
     with pytest.raises(GrammarFailed):
@@ -313,7 +314,7 @@ def test_a_request_goes_on_after_a_restart_of_the_engine(
     assert rig.heard["r"].ids == expected
 
 
-def test_logits_of_accepted_drafts_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_accepted_drafts_are_checked() -> None:
     """Host memory gets their KV, but not that of the forced tokens after them."""
     rig = Rig(overlap=False, vocab_size=VOCAB, eos_ids=EOS, proposer=right(EXPECTED, 2, 3))
     rig.add("r", [1, 2], **MANY)
@@ -325,6 +326,8 @@ def test_logits_of_accepted_drafts_are_checked(monkeypatch: pytest.MonkeyPatch) 
                 num_forced += req.num_unchecked
                 assert req.num_tokens - 1 - req.num_unchecked == req.kv_len
     assert num_forced
+    speculation = rig.scheduler.state().speculation
+    assert speculation is not None and speculation.num_accepted_drafts
 
 
 def test_the_fake_grammar_is_forked() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import BASE
+from tiny_models import BASE, make_model
 from transformers import LlamaConfig
 
 from tercet.model_executor import cpu_extension
@@ -113,6 +113,20 @@ def test_rounding_is_half_a_step(form: str, seed: int, exponent: int, k: int) ->
     allowed = torch.maximum(weight.abs() * 2**-4, unit * 2**-10) * (1 + 1e-5)
     assert ((made.dequantize() - weight).abs() <= allowed).all()
     assert made.values.float().abs().max() == FP8_MAX and not made.values[3].float().any()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_projections_that_are_rows_of_one_tensor(kind: str, tmp_path: Path) -> None:
+    """As Phi-3 has them. Rows of queries and keys are reordered, too."""
+    fp8, wide = save_pair(tmp_path, kind, model=make_model("phi3_partial").bfloat16())
+    exact = load_parameters(load_model_config(wide), torch.float32, CPU)
+    config = load_model_config(fp8)
+    loaded = load_parameters(config, torch.float32, CPU, forms=stored_fp8_forms(config))
+    assert all(
+        torch.equal(x.dequantize() if isinstance(x, Fp8Weight) else x, exact[name]) for name, x in loaded.items()
+    )
+    widened = load_parameters(config, torch.float32, CPU)
+    assert all(torch.equal(widened[name], exact[name]) for name in exact)
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8_block"])

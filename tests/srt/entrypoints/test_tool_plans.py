@@ -48,10 +48,11 @@ def message_of(site: Site, **fields: Any) -> dict[str, Any]:
 
 def test_no_call_is_read_where_none_is_allowed() -> None:
     with serving(tool_call_parser="gpt-oss", reasoning_parser="gpt-oss") as site:
-        site.scheduler.say('<|channel|>commentary to=functions.f<|message|>{"x": 1}<|end|>')
+        text = '<|channel|>commentary to=functions.f<|message|>{"x": 1}<|end|>'
+        site.scheduler.say(text)
         assert message_of(site, tools=[tool("f")])["tool_calls"]
         message = message_of(site, tools=[tool("f")], tool_choice="none")
-        assert "tool_calls" not in message and message["content"] == '{"x": 1}'
+        assert "tool_calls" not in message and message["content"] == text
 
 
 def test_the_format_depends_on_the_functions_that_must_follow_their_schemas() -> None:

@@ -53,6 +53,18 @@ def with_activations(**activations: object) -> dict[str, Any]:
             IntegerConfig("gptq", 4, 32, False, False),
         ),
         (AWQ | {"version": "GEMM"}, IntegerConfig("awq", 4, 128, False, False)),
+        # as AutoRound writes them
+        (AWQ | {"zero_point": False, "amp": True}, IntegerConfig("awq", 4, 128, False, False)),
+        (
+            GPTQ
+            | {"act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_group_size": 128, "act_sym": True}
+            | {"autoround_version": "0.5.1", "super_bits": None, "to_quant_block_names": None, "amp": True},
+            IntegerConfig("gptq", 4, 32, False, False),
+        ),
+        (
+            GPTQ | {"modules_to_not_convert": ["*lm_head"]},
+            IntegerConfig("gptq", 4, 32, False, False, ("*lm_head",)),
+        ),
         # as GPTQModel writes it
         (
             AWQ | {"version": None, "format": "gemm", "pack_dtype": "int32", "lm_head": False, "desc_act": False},
@@ -99,7 +111,8 @@ def test_a_config_is_read(config: dict[str, Any], expected: IntegerConfig, tmp_p
         (AWQ | {"version": "gemv"}, "version must be 'gemm', got 'gemv'"),
         (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq' has another layout"),
         (AWQ | {"bits": 8}, "bits must be 4, got 8"),
-        (AWQ | {"zero_point": False}, "zero_point must be True, got False"),
+        (AWQ | {"zero_point": 1}, "zero_point must be true or false, got 1"),
+        (GPTQ | {"act_bits": 8}, "act_bits=8 is not supported: activations are not rounded"),
         (packed(num_bits=2), "num_bits must be 4 or 8, got 2"),
         (packed(type="float"), "type must be 'int', got 'float'"),
         (packed(dynamic=True), "dynamic must be False, got True"),
