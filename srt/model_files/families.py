@@ -75,7 +75,9 @@ class Family:
     stacked_projections: bool = False
     """whether a checkpoint has one tensor for Q, K and V, and one for gate and up"""
     partial_rotary: bool = False
-    """whether `partial_rotary_factor` may say that only the first components of a head are rotated"""
+    """whether a config may say that only the first components of a head are rotated"""
+    gguf_window: bool = False
+    """whether `attention.sliding_window` of a GGUF file is the window of all layers"""
 
 
 FAMILIES: dict[str, Family] = {
@@ -100,6 +102,7 @@ FAMILIES: dict[str, Family] = {
         default_original_context_len=4096,
         stacked_projections=True,
         partial_rotary=True,
+        gguf_window=True,
     ),
 }
 # GGUF files call Mistral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp ignores it, too.

@@ -274,7 +274,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         if (given := config.integer(key, head_dim)) != head_dim:
             raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
     window = config.integer("attention.sliding_window", 0, minimum=0)
-    if window and family.model_type != "phi3":
+    if window and not family.gguf_window:
         raise metadata.unsupported(f"{prefix}attention.sliding_window={window} is not supported")
     context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=_MAX_LAYERS)
     rope = rope_from_gguf(config, _rope_divisors(file, tensors, rotary_dim), context_len)

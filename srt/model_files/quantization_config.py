@@ -20,15 +20,15 @@ _METHODS = "fp8, gptq, awq, compressed-tensors"
 # These keys describe how a checkpoint was made or which program is to run it. They change no value.
 _OF_NO_EFFECT = ("quant_method", "version", "quantization_status", "global_compression_ratio")
 _OF_NO_EFFECT_FOR_INTEGERS = (
-    "act_group_aware", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
-    "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning",
-    "enable_quanted_input", "exllama_config", "fuse_max_seq_len", "gptaq", "gptaq_alpha", "gradient_accumulate_steps",
-    "hyb_act", "iters", "low_gpu_mem_usage", "lr", "max_input_length", "meta", "method", "minmax_lr",
-    "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
-    "modules_in_block_to_quantize", "modules_to_fuse", "mse", "nsamples", "offload_to_disk", "offload_to_disk_path",
-    "pad_token_id", "provider", "quantizer", "scale_dtype", "seqlen", "static_groups", "tokenizer", "true_sequential",
-    "uri", "use_cuda_fp16", "use_exllama", "amp", "enable_norm_bias_tuning", "to_quant_block_names", "super_bits",
-    "super_group_size",
+    "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "do_fuse",
+    "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config", "fuse_max_seq_len",
+    "gptaq", "gptaq_alpha", "gradient_accumulate_steps", "hyb_act", "iters", "low_gpu_mem_usage", "lr",
+    "max_input_length", "meta", "method", "minmax_lr", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse", "nsamples",
+    "offload_to_disk", "offload_to_disk_path", "pad_token_id", "provider", "quantizer", "scale_dtype", "seqlen",
+    "static_groups", "super_bits", "super_group_size", "to_quant_block_names", "tokenizer", "true_sequential",
+    "uri", "use_cuda_fp16", "use_exllama",
     # The file itself shows which modules are quantized, and has all zero points.
     "lm_head", "sym",
 )  # fmt: skip

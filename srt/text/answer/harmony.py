@@ -51,8 +51,9 @@ def _read_message(answer: AnswerText, header: str, functions: Functions) -> Read
     put = answer.reasoning if is_reasoning else answer.content
     if recipient is not None:
         put(header + MESSAGE)
-    end = yield from answer.until(marks_of(*ENDS), put)
-    if recipient is not None:
-        put(end)
-    if is_reasoning or recipient is not None:
+        put((yield from answer.until(marks_of(*ENDS), put)))
+        answer.new_part()
+        return
+    yield from answer.until(marks_of(*ENDS), put)
+    if is_reasoning:
         answer.new_part()
