@@ -16,6 +16,8 @@ from .safetensors_file import SafetensorsFile
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGER_ENDINGS = (".qweight", ".weight_packed")
+"""What the names of matrices of integers end with, in the formats whose names differ from those of other matrices."""
 _PREFIX = "model."
 """What the names of all tensors but the output head begin with, unless the model was saved without an output head."""
 
@@ -44,6 +46,8 @@ class SafetensorsCheckpoint:
                     raise ValueError(f"tensor {name!r} is in both {self._file_of[name].path!r} and {path!r}")
         if wanted is not None and (missing := sorted(wanted.keys() - self._file_of.keys())):
             raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
+        if not quantized_types and (integers := sorted(x for x in self._file_of if x.endswith(_INTEGER_ENDINGS))):
+            raise ValueError(f"tensor {integers[0]!r} has integers, but config.json has no quantization_config for it")
         # Embedding models are often saved without an output head.
         prefix = _PREFIX if EMBEDDING.removeprefix(_PREFIX) in self._file_of else ""
         self._stored_name = {name if name == LM_HEAD else f"{prefix}{name}": name for name in self._file_of}

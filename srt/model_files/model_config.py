@@ -127,9 +127,12 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
     config_path = os.path.join(path, "config.json") if is_dir else path
     generation_path = os.path.join(folder, "generation_config.json")
     generation = read_json_object(generation_path) if os.path.exists(generation_path) else {}
+    gptq_path = os.path.join(folder, "quantize_config.json")
+    of_autogptq = Settings(gptq_path, read_json_object(gptq_path)) if os.path.exists(gptq_path) else None
     return _from_hf(
         Settings(config_path, _read_config(config_path)),
         Settings(generation_path, generation),
+        of_autogptq,
         path,
         "dummy" if load_format == "dummy" else "safetensors",
     )
@@ -143,11 +146,15 @@ def _read_config(path: str) -> dict[str, object]:
 
 
 def _from_hf(
-    config: Settings, generation: Settings, path: str, load_format: Literal["safetensors", "dummy"]
+    config: Settings,
+    generation: Settings,
+    of_autogptq: Settings | None,
+    path: str,
+    load_format: Literal["safetensors", "dummy"],
 ) -> ModelConfig:
     architecture = _hf_architecture(config)
     family = FAMILIES[architecture]
-    quantization = read_quantization_config(config)
+    quantization = read_quantization_config(config, of_autogptq)
     for key in ("rope_interleaved", "use_mrope"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")

@@ -1,4 +1,6 @@
-"""The quantized matrices of a checkpoint: what config.json says about them.
+"""The quantized matrices of a checkpoint: what its files say about them.
+
+The settings are in config.json, as `quantization_config`. Old versions of AutoGPTQ write them to quantize_config.json.
 
 8-bit floating point (Fp8Config) is read from `quant_method` "fp8", the format of DeepSeek's and Qwen's own checkpoints,
 and from "compressed-tensors" with the format "float-quantized". 4-bit and 8-bit integers (IntegerConfig) are read from
@@ -49,10 +51,12 @@ class Fp8Config(NamedTuple):
     """whether each block of 128 x 128 weights has a scale; else a row or the matrix has one"""
     excluded: tuple[str, ...] = ()
     """modules that are not quantized: names, ends of names, or regular expressions after "re:" """
+    targets: tuple[str, ...] = ()
+    """the only modules that may be quantized: names, or regular expressions after "re:"; (): all linear layers"""
 
     def excludes(self, module: str) -> bool:
         """Whether the config says that a module, such as "model.layers.0.mlp.up_proj", is not quantized."""
-        return _excludes(self.excluded, module)
+        return _excludes(self.excluded, module) or not _targets(self.targets, module)
 
 
 class IntegerConfig(NamedTuple):
@@ -70,28 +74,31 @@ class IntegerConfig(NamedTuple):
     """whether the file must name the group of each column, because those of a group may be scattered"""
     excluded: tuple[str, ...] = ()
     """as in Fp8Config"""
+    targets: tuple[str, ...] = ()
+    """as in Fp8Config"""
 
     def excludes(self, module: str) -> bool:
         """As in Fp8Config."""
-        return _excludes(self.excluded, module)
+        return _excludes(self.excluded, module) or not _targets(self.targets, module)
 
 
 QuantizationConfig: TypeAlias = Fp8Config | IntegerConfig
 
 
-def read_quantization_config(config: Settings) -> QuantizationConfig | None:
+def read_quantization_config(config: Settings, of_autogptq: Settings | None = None) -> QuantizationConfig | None:
     """The quantized matrices that config.json describes; None if the checkpoint is not quantized.
+
+    `of_autogptq`: the settings in quantize_config.json. They count only if config.json has none.
 
     Raises ModelNotSupported for other formats and for settings that this engine would ignore.
     """
     if config.get("compression_config"):
         raise config.unsupported("compression_config is not supported; newer files name it quantization_config")
-    if not config.get("quantization_config"):
+    given = config.nested("quantization_config") if config.get("quantization_config") else of_autogptq
+    if given is None:
         return None
-    given = config.nested("quantization_config")
-    assert given is not None
     found: QuantizationConfig
-    match given.text("quant_method"):
+    match given.text("quant_method") or ("gptq" if given is of_autogptq else None):
         case "fp8":
             found = _deepseek(given)
         case "gptq":
@@ -101,7 +108,7 @@ def read_quantization_config(config: Settings) -> QuantizationConfig | None:
         case "compressed-tensors":
             found = _compressed_tensors(given)
         case method:
-            raise config.unsupported(f"quantization_config (method {method!r}) is not supported; supported: {_METHODS}")
+            raise given.unsupported(f"quantization_config (method {method!r}) is not supported; supported: {_METHODS}")
     for key in _OF_NO_EFFECT:
         given.get(key)
     _refuse_rest(given, "quantization_config.")
@@ -178,7 +185,7 @@ def _compressed_tensors(given: Settings) -> QuantizationConfig:
         raise given.unsupported(f"quantization_config.config_groups must have one group, got {quote(names)}")
     group = groups.nested(names[0])
     assert group is not None
-    _expect(group, "targets", ["Linear"])
+    targets = _linear_targets(group)
     _expect(group, "format", layout)
     if (sparsity := given.nested("sparsity_config")) is not None:
         _expect(sparsity, "format", "dense")
@@ -194,6 +201,7 @@ def _compressed_tensors(given: Settings) -> QuantizationConfig:
         if weights is None:
             raise given.unsupported(f"{where} must have weights")
         found = _integers(weights, layout, where)._replace(excluded=_names(given, "ignore"))
+    found = found._replace(targets=targets)
     for key in _HOW_SCALES_WERE_FOUND:
         weights.get(key)
     parts = [(weights, f"{where}.weights."), (group, where)]
@@ -203,6 +211,16 @@ def _compressed_tensors(given: Settings) -> QuantizationConfig:
     for part, name in parts:
         _refuse_rest(part, name)
     return found
+
+
+def _linear_targets(group: Settings) -> tuple[str, ...]:
+    """The modules that a group is for, as Fp8Config has them. A target may also be the name of a class."""
+    targets = _names(group, "targets")
+    is_class = [name[:1].isupper() and name != "Linear" for name in targets]
+    if any(is_class) or group.get("targets") == []:
+        allowed = "'Linear', names of linear layers, or regular expressions after 're:'"
+        raise group.unsupported_value("targets", allowed, group.get("targets"))
+    return () if "Linear" in targets else targets
 
 
 def _floats(weights: Settings, activations: Settings, where: str) -> bool:
@@ -282,6 +300,13 @@ def _excludes(patterns: tuple[str, ...], module: str) -> bool:
     return any(_matches(pattern, module) for pattern in patterns)
 
 
+def _targets(targets: tuple[str, ...], module: str) -> bool:
+    """Whether a linear layer is among the targets of compressed-tensors. Their names are whole names."""
+    return not targets or any(
+        re.match(target[3:], module) is not None if target.startswith("re:") else module == target for target in targets
+    )
+
+
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
@@ -291,7 +316,7 @@ def _matches(pattern: str, module: str) -> bool:
 def _is_block(given: Settings, key: str) -> bool:
     size = given.get(key)
     if size not in (None, _BLOCK):
-        raise given.unsupported(f"quantization_config: {key} must be {_BLOCK} or null, got {quote(size)}")
+        raise given.unsupported_value(key, f"{_BLOCK} or null", size)
     return size is not None
 
 
@@ -300,9 +325,7 @@ def _one_of(given: Settings, key: str, allowed: tuple[_Value, ...], default: _Va
     value = given.get(key)
     value = default if value is None else value
     if value not in allowed or type(value) is not type(allowed[0]):
-        raise given.unsupported(
-            f"quantization_config: {key} must be {' or '.join(map(repr, allowed))}, got {quote(value)}"
-        )
+        raise given.unsupported_value(key, " or ".join(map(repr, allowed)), value)
     return value
 
 
@@ -311,7 +334,7 @@ def _expect(given: Settings, key: str, wanted: object, default: object = None) -
     value = given.get(key)
     value = default if value is None else value
     if value is not None and (value != wanted or type(value) is not type(wanted)):
-        raise given.unsupported(f"quantization_config: {key} must be {wanted!r}, got {quote(value)}")
+        raise given.unsupported_value(key, repr(wanted), value)
 
 
 def _refuse_rest(given: Settings, where: str) -> None:

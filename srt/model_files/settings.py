@@ -113,6 +113,9 @@ class Settings:
     def unsupported(self, message: str) -> ModelNotSupported:
         return ModelNotSupported(f"{self.source}: {message}")
 
+    def unsupported_value(self, key: str, allowed: str, given: object) -> ModelNotSupported:
+        return ModelNotSupported(str(self.refusal(key, allowed, given)))
+
     def _get_or(self, key: str, default: object) -> Any:
         value = self.get(key)
         return default if value is None else value

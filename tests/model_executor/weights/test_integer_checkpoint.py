@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,34 @@ def test_a_model_computes_with_the_numbers_that_its_weights_stand_for(name: str,
         assert torch.equal(found, exact)
     else:
         assert 0 < relative_error(found, exact) < 0.002
+
+
+def test_older_checkpoints_have_the_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+    integers, wide = save_pair(tmp_path, KINDS["gptq"])
+    settings = json.loads((integers / "config.json").read_text())["quantization_config"]
+    change_config(integers, quantization_config=None)
+    for name in ("gptq", "packed"):
+        bare = integers if name == "gptq" else save_pair(tmp_path / name, KINDS[name], wide=False)[0]
+        change_config(bare, quantization_config=None)
+        with pytest.raises(ValueError, match=r"has integers, but config.json has no quantization_config"):
+            logits(bare, "torch")
+    del settings["quant_method"], settings["checkpoint_format"]
+    (integers / "quantize_config.json").write_text(json.dumps(settings))
+    assert torch.equal(logits(integers, "torch"), logits(wide, "torch"))
+
+
+def test_targets_of_compressed_tensors_may_be_regular_expressions(tmp_path: Path) -> None:
+    integers, wide = save_pair(tmp_path, KINDS["packed"])
+    config = KINDS["packed"].config()
+
+    def with_targets(*targets: str) -> torch.Tensor:
+        config["config_groups"]["group_0"]["targets"] = list(targets)
+        change_config(integers, quantization_config=config)
+        return logits(integers, "torch")
+
+    assert torch.equal(with_targets("re:.*self_attn.*", "re:.*mlp.*"), logits(wide, "torch"))
+    with pytest.raises(ValueError, match=r"up_proj.weight_packed' has integers, but quantization_config excludes"):
+        with_targets("re:.*self_attn.*", r"re:.*mlp\.(gate|down).*")
 
 
 def test_new_weights_of_another_format_are_loaded_into_a_running_model(tmp_path: Path) -> None:

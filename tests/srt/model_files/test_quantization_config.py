@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ def packed(**weights: object) -> dict[str, Any]:
     """compressed-tensors with changed settings of the weights."""
     config = copy.deepcopy(PACKED)
     config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+def with_targets(*targets: str) -> dict[str, Any]:
+    """The same with targets."""
+    config = copy.deepcopy(PACKED)
+    config["config_groups"]["group_0"]["targets"] = list(targets)
     return config
 
 
@@ -124,6 +132,9 @@ def test_a_config_is_read(config: dict[str, Any], expected: IntegerConfig, tmp_p
         (PACKED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (PACKED | {"format": "int-quantized"}, "num_bits must be 8, got 4"),
+        (with_targets(), r"group_0.targets must be 'Linear', names .*, got \[\]"),
+        (with_targets("re:.*proj", "Embedding"), "targets must be 'Linear', names .*'Embedding'"),
+        (with_targets("re:("), "targets must be names or regular expressions"),
         (with_activations(num_bits=8, strategy="tensor", dynamic=False), "dynamic must be True, got False"),
         (with_activations(num_bits=4, strategy="token", dynamic=True), "num_bits must be 8, got 4"),
     ],
@@ -133,3 +144,31 @@ def test_a_config_that_would_be_ignored_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read(tmp_path, config)
+
+
+def test_targets_select_linear_layers_by_class_by_whole_name_and_by_regular_expression(tmp_path: Path) -> None:
+    up, query = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
+
+    def quantized(*targets: str) -> list[str]:
+        config = read(tmp_path, with_targets(*targets))
+        return [name for name in (up, query, "lm_head") if not config.excludes(name)]
+
+    assert quantized("Linear") == quantized("Linear", "re:.*mlp") == [up, query]
+    assert quantized("re:.*self_attn.*", r"re:.*mlp\.(up|gate|down)_proj") == [up, query]
+    assert quantized("re:.*mlp.*") == quantized(up) == [up]
+    assert quantized("up_proj") == quantized("model.layers.0.mlp") == []
+    assert quantized("lm_head") == []  # `ignore` counts more
+
+
+def test_settings_of_gptq_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    # as AutoGPTQ before 0.7 writes it
+    older = {key: GPTQ[key] for key in ("bits", "group_size", "damp_percent", "desc_act", "sym", "true_sequential")}
+    older |= {"model_name_or_path": None, "model_file_base_name": "model", "is_marlin_format": False}
+    path = tmp_path / "quantize_config.json"
+    path.write_text(json.dumps(older))
+    expected = IntegerConfig("gptq", 4, 32, False, False)
+    assert read(tmp_path, {}) == expected
+    path.write_text(json.dumps(older | {"bits": 3}))
+    assert read(tmp_path, GPTQ) == expected
+    with pytest.raises(ValueError, match=r"quantize_config.json: bits must be 4 or 8, got 3"):
+        read(tmp_path, {})
