@@ -38,7 +38,7 @@ from ..srt.model_files.model_name import model_name
 from .argument_types import benchmark_parser, numbers, positive
 from .ceilings import INT4, Rate, best_rate
 from .kernel_case import relative_error
-from .presets import PRESETS, load_shape
+from .presets import DEFAULT_PRESET, PRESETS, load_shape
 from .results import Result, add_results_arguments, finish, number, percent
 from .timing import median_s
 
@@ -269,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("linears", __doc__)
     parser.add_argument(
         "--model-path",
-        default="smollm2-135m",
+        default=DEFAULT_PRESET,
         help=f"model whose shapes are measured: a path or a preset ({', '.join(PRESETS)})",
     )
     parser.add_argument(

@@ -36,7 +36,6 @@ from ..srt.io_struct import GenerateReq, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import KVEventsConfig
 from ..srt.logprobs import LogprobOptions
-from ..srt.model_files.default_model import find_default_model
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
@@ -154,16 +153,13 @@ def _engine(
     """The settings of the scheduler. By default, the KV pool has room for all requests. If requests shall wait, it has
     room for about `--num-running` of average length, and there are twice as many rows. Raises ValueError."""
     options = argparse.Namespace(**vars(given))
-    installed = find_default_model()
-    if not hasattr(options, "model_path") and options.config is None and installed is not None:
-        options.model_path = str(installed)
     if not hasattr(options, "max_running_requests"):
         options.max_running_requests = options.num_running * (2 if case.num_waiting else 1)
     if not hasattr(options, "max_total_tokens"):
         lens = (options.input_len, options.output_len)
         each = sum(span.low + span.high for span in lens) // 2 if case.num_waiting else sum(span.high for span in lens)
         options.max_total_tokens = options.num_running * (each + 64)
-    server_args, config = engine_of(parser, options, profile)
+    server_args, config = engine_of(parser, options, profile, needs_only_shape=False)
     longest = options.input_len.high + options.output_len.high
     room = min(server_args.context_length or longest, server_args.max_total_tokens or longest)
     if longest > room:  # the scheduler would refuse it, and perhaps no step would ever run

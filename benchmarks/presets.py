@@ -14,6 +14,8 @@ from pathlib import Path
 from ..srt.model_files.model_config import ModelConfig, load_model_config
 
 _FOLDER = Path(__file__).with_name("presets")
+DEFAULT_PRESET = "smollm2-135m"
+"""The shape of the default model."""
 PRESETS = tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 

@@ -105,10 +105,12 @@ def _parser(flag: _Flag) -> Callable[[str], Any]:
     return parse
 
 
-def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
-    """Make settings from parsed arguments. If neither they nor the file name a model, it is the default model.
+def from_namespace(
+    namespace: argparse.Namespace, default_model: Callable[[], dict[str, str]] = default_model_settings
+) -> ServerArgs:
+    """Make settings from parsed arguments. If neither they nor the file name a model, `default_model` returns it.
 
-    Raises ValueError as ServerArgs does, and if there is no model.
+    Raises ValueError as ServerArgs and `default_model` do.
     """
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     values: dict[str, Any] = {}
@@ -116,7 +118,7 @@ def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
         values.update(_read_config(namespace.config))
     values.update({key: value for key, value in vars(namespace).items() if key in known})
     if "model_path" not in values:
-        values = {**default_model_settings(), **values}
+        values = {**default_model(), **values}
     if "api_key" not in values:
         values["api_key"] = env.api_key()
     # A key from a file usually ends with a line break.

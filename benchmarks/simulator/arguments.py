@@ -316,16 +316,20 @@ def _from_trace(options: argparse.Namespace, vocab_size: int) -> Iterator[SimReq
 
 
 def engine_of(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, profile: DeviceProfile
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    profile: DeviceProfile,
+    *,
+    needs_only_shape: bool = True,
 ) -> tuple[ServerArgs, ModelConfig]:
     """The settings of the simulated engine, complete, and the model's configuration.
+
+    `needs_only_shape`: as in `engine_args`.
 
     Settings that a server takes from its device have the defaults of a GPU or of a CPU, as the profile says. Exits
     through `parser.error` for invalid ones.
     """
-    if not hasattr(options, "model_path") and options.config is None:
-        options.model_path = "smollm2-135m"
-    server_args = engine_args(parser, options)
+    server_args = engine_args(parser, options, needs_only_shape=needs_only_shape)
     try:
         _refuse_not_simulated(
             [one.name for one in dataclasses.fields(server_args) if getattr(server_args, one.name) != one.default]

@@ -12,10 +12,10 @@ from tercet.srt.model_files import default_model
 from tercet.srt.server_args import ServerArgs
 
 
-def parsed(argv: list[str]) -> ServerArgs:
+def parsed(argv: list[str], **needs: bool) -> ServerArgs:
     parser = argparse.ArgumentParser()
     add_engine_arguments(parser)
-    return engine_args(parser, parser.parse_args(argv))
+    return engine_args(parser, parser.parse_args(argv), **needs)
 
 
 def test_the_default_model_is_used_if_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +35,15 @@ def test_without_the_default_model_the_error_says_how_to_get_one(
     with pytest.raises(SystemExit):
         parsed([])
     assert default_model.INSTALL_COMMAND in capsys.readouterr().err
+
+
+def test_a_benchmark_that_needs_only_a_shape_needs_no_installed_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(default_model, "find_default_model", lambda: None)
+    unnamed = tmp_path / "unnamed.yaml"
+    unnamed.write_text("page-size: 4\n")
+    for argv in ([], ["--config", str(unnamed)]):
+        args = parsed(argv, needs_only_shape=True)
+        assert args.model_path.endswith("smollm2-135m.json") and args.load_format == "dummy"
+    assert parsed(["--model-path", "qwen3-0.6b"], needs_only_shape=True).model_path.endswith("qwen3-0.6b.json")
