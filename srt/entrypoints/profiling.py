@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,14 @@ async def begin_profile(manager: TokenizerManager, folder: Path, body: StartProf
         with_stack=bool(body.with_stack),
     )
     return await manager.profile.start(lambda call_id: question(call_id=call_id))
+
+
+def make_profile_dir(folder: Path) -> None:
+    """Makes the folder of --profile-dir, unless it exists. Raises OSError if it cannot have files."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _profile_dir(server: Server) -> str:

@@ -40,6 +40,7 @@ from .http_listener import (
 from .http_server import create_app, make_server
 from .http_workers import HttpWorkers
 from .processes import CHILD_MODULE
+from .profiling import make_profile_dir
 from .saved_streams import SavedStreams
 from .stream_journal import StreamJournal
 from .tls import tls_context
@@ -145,6 +146,7 @@ class _ServerRun:
             await http.stop()
 
     async def _run_with_journal(self) -> int:
+        await self._check_profile_dir()
         journal = await self._open_journal()
         try:
             core = await self._start_engine()
@@ -155,6 +157,16 @@ class _ServerRun:
         finally:
             if journal is not None:
                 journal.close()
+
+    async def _check_profile_dir(self) -> None:
+        folder = self._server_args.profile_dir
+        if folder is not None:
+            try:
+                await asyncio.to_thread(make_profile_dir, Path(folder))
+            except OSError as error:
+                raise _cannot_start(
+                    f"--profile-dir {folder} is no folder for new files: {error.strerror or error}"
+                ) from None
 
     async def _open_journal(self) -> StreamJournal | None:
         """The streams of `--resume-file`. None: it is not set."""

@@ -81,6 +81,18 @@ def test_without_restarts_a_killed_child_ends_streams_with_errors_and_then_the_s
         assert "Traceback" not in server.log
 
 
+def test_a_folder_that_cannot_have_profiles_ends_the_start(run_dirs: Path, flags: list[str], tmp_path: Path) -> None:
+    file, new = tmp_path / "file", tmp_path / "new" / "folder"
+    file.touch()
+    for folder, reason in ((file, "File exists"), (file / "below", "Not a directory"), (Path("/proc"), "No such file")):
+        with ServerProcess(run_dirs, [*flags, "--profile-dir", str(folder)]) as server:
+            assert server.exit_code() == 1
+            assert f"Cannot start: --profile-dir {folder} is no folder for new files: {reason}" in server.log
+    with ServerProcess(run_dirs, [*flags, "--profile-dir", str(new)]) as server:
+        server.ready()
+        assert os.listdir(new) == []
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(
     run_dirs: Path, flags: list[str], signum: signal.Signals
