@@ -29,12 +29,12 @@ class ResultProcessor:
         self._io = io
         self._metrics = metrics
         self._aborted: list[Req] = []
-        self._has_jumped = False
+        self._has_several_tokens = False
 
-    def take_jump(self) -> bool:
+    def take_several_tokens(self) -> bool:
         """Whether a request has got several tokens at once since the last call: accepted drafts or forced tokens."""
-        has_jumped, self._has_jumped = self._has_jumped, False
-        return has_jumped
+        found, self._has_several_tokens = self._has_several_tokens, False
+        return found
 
     def process(self, batch: ScheduleBatch, output: StepOutput) -> None:
         """`output`: of the rows in `batch.sampled`.
@@ -50,7 +50,7 @@ class ResultProcessor:
         add_rid, add_id = new.rids.append, new.token_ids.append
         num_drafts = batch.num_drafts
         if num_drafts is not None:
-            self._has_jumped = True
+            self._has_several_tokens = True
             self._free_rejected(batch.sampled, num_drafts, rows)
         if output.logprobs or batch.scored:
             _keep_logprobs(batch, output)
@@ -104,7 +104,7 @@ class ResultProcessor:
             if finish is None and req.takes_forced_tokens:
                 finish = self._accept_forced(req)
         req.num_unchecked = max(req.num_tokens - length - len(tokens), 0)
-        self._has_jumped |= req.num_unchecked > 0
+        self._has_several_tokens |= req.num_unchecked > 0
         return finish
 
     def _accept(self, req: Req, tokens: Sequence[int]) -> FinishReason | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,10 @@ from ..model_executor.step import (
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend
 from .req import Req, Stage
+
+_Plan = TypeVar("_Plan")
+_Span: TypeAlias = tuple[Req, int, int, int]
+"""A request in a step: its first index in the step, and its positions [start, end)."""
 
 
 @dataclass(slots=True)
@@ -119,15 +124,17 @@ def build_extend(
     sampled = [extend.is_last_chunk for extend in extends] + [True] * len(decodes)
     has_drafts = any(len(found) > 1 and found[0] == FROM_DEVICE for found in new_ids)
     assert not (has_drafts and extends), "a step with drafts has only decodes"
-    scored, scores = _prompt_scores(extends)
-    pooled, sums = _hidden_sums(extends)
-    shown, states = _hidden_states(reqs, starts, ends)
+    lens = ends - starts
+    spans = list(zip(reqs, (lens.cumsum() - lens).tolist(), starts.tolist(), ends.tolist(), strict=True))
+    scored, scores = _planned(spans[: len(extends)], _prompt_score)
+    pooled, sums = _planned(spans[: len(extends)], _hidden_sum)
+    shown, states = _planned(spans, _hidden_range)
     inputs = StepInputs(
         mode=ForwardMode.EXTEND,
         rows=_int32([req.row for req in reqs]),
         seq_lens=ends,
         out_cache_loc=slots,
-        extend_lens=ends - starts,
+        extend_lens=lens,
         input_ids=np.concatenate(ids),
         sampled=np.array(sampled, dtype=np.bool_),
         verifies_drafts=has_drafts,
@@ -151,48 +158,29 @@ def build_extend(
     )
 
 
-def _prompt_scores(extends: Sequence[Extend]) -> tuple[list[Req], list[PromptScore]]:
-    """The requests that want log probabilities of their prompts in this step, and what each of them wants."""
-    scored, scores = [], []
-    first = 0
-    for extend in extends:
-        req = extend.req
-        if req.logprobs is not None:
-            score = req.logprobs.plan(req.row, first, extend.start, extend.end)
-            if score is not None:
-                scored.append(req)
-                scores.append(score)
-        first += extend.end - extend.start
-    return scored, scores
+def _planned(
+    spans: Iterable[_Span], plan: Callable[[Req, int, int, int], _Plan | None]
+) -> tuple[list[Req], list[_Plan]]:
+    """The requests for which the step computes what `plan` returns, and these plans."""
+    reqs, plans = [], []
+    for span in spans:
+        planned = plan(*span)
+        if planned is not None:
+            reqs.append(span[0])
+            plans.append(planned)
+    return reqs, plans
 
 
-def _hidden_sums(extends: Sequence[Extend]) -> tuple[list[Req], list[HiddenSum]]:
-    """The requests that want hidden states of their prompts in this step, and what each of them wants."""
-    pooled, sums = [], []
-    first = 0
-    for extend in extends:
-        req = extend.req
-        if req.pooling is not None:
-            wanted = req.pooling.plan(first, extend.start, extend.end)
-            if wanted is not None:
-                pooled.append(req)
-                sums.append(wanted)
-        first += extend.end - extend.start
-    return pooled, sums
+def _prompt_score(req: Req, first: int, start: int, end: int) -> PromptScore | None:
+    return None if req.logprobs is None else req.logprobs.plan(req.row, first, start, end)
 
 
-def _hidden_states(reqs: Sequence[Req], starts: Int32Array, ends: Int32Array) -> tuple[list[Req], list[HiddenRange]]:
-    """The requests that want hidden states of this step, and what each of them wants."""
-    shown, ranges = [], []
-    first = 0
-    for req, start, end in zip(reqs, starts.tolist(), ends.tolist(), strict=True):
-        if req.hidden is not None:
-            wanted = req.hidden.plan(first, start, end)
-            if wanted is not None:
-                shown.append(req)
-                ranges.append(wanted)
-        first += end - start
-    return shown, ranges
+def _hidden_sum(req: Req, first: int, start: int, end: int) -> HiddenSum | None:
+    return None if req.pooling is None else req.pooling.plan(first, start, end)
+
+
+def _hidden_range(req: Req, first: int, start: int, end: int) -> HiddenRange | None:
+    return None if req.hidden is None else req.hidden.plan(first, start, end)
 
 
 def _take_copies(kv: KVCacheManager) -> KVCopies | None:

@@ -263,9 +263,13 @@ class Scheduler:
         return [] if req is None else [req]
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
-        has_jumped = self._results.take_jump()
-        unfinished = self.queues.unfinished
-        self._journal.begin(batch.reqs, batch.num_prompt_tokens, unfinished, batch.num_drafts, has_jumped=has_jumped)
+        self._journal.begin(
+            batch.reqs,
+            batch.num_prompt_tokens,
+            self.queues.unfinished,
+            batch.num_drafts,
+            had_several_tokens=self._results.take_several_tokens(),
+        )
         self._step_log.on_launch()
         step = self._profiling.runner.launch(batch.inputs)
         masked = masked_lines(batch.sampled) if self.queues.num_constrained else []

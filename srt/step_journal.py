@@ -77,17 +77,18 @@ class StepJournal:
         unfinished: Iterable[JournaledReq],
         num_drafts: Sequence[int] | None = None,
         *,
-        has_jumped: bool = False,
+        had_several_tokens: bool = False,
     ) -> None:
         """A step is about to be launched. `reqs`: the caller does not change it afterwards. `unfinished`: the requests
-        whose prompts are computed in chunks. `num_drafts`: of each request; None: the step has no drafts. `has_jumped`:
-        since the last call, a request has got several tokens at once, so its position does not follow from the rows.
+        whose prompts are computed in chunks. `num_drafts`: of each request; None: the step has no drafts.
+        `had_several_tokens`: since the last call, a request has got several tokens at once, so its position does not
+        follow from the rows.
 
         With overlap, the step before may still be in flight, and a device reports a fault late. So the rows have its
         requests, too. A step without requests keeps the rows of the step before.
         """
         self._num_steps += 1
-        if reqs and (self._names_earlier or has_jumped or num_drafts is not None or reqs != self._reqs):
+        if reqs and (self._names_earlier or had_several_tokens or num_drafts is not None or reqs != self._reqs):
             self._write_rows(reqs, unfinished, num_drafts)
         place = _HEAD.size + self._num_steps % _NUM_STEPS_KEPT * _STEP.size
         _STEP.pack_into(self._map, place, self._num_steps, time.monotonic(), len(reqs), num_prompt_tokens)
