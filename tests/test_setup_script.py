@@ -71,3 +71,15 @@ def test_nothing_is_installed_for_help_or_an_unknown_argument(
     ran = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True)
     assert ran.returncode == code and said.format(name) in ran.stdout + ran.stderr
     assert "older" not in ran.stderr
+
+
+def test_a_link_to_the_environment_of_another_checkout_is_refused(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other" / ".venv"
+    (own / "scripts").mkdir(parents=True)
+    other.mkdir(parents=True)
+    (own / "scripts" / "setup").write_text(SETUP.read_text())
+    (own / ".venv").symlink_to(other)
+    command = ["bash", str(own / "scripts" / "setup")]
+    ran = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True)
+    assert ran.returncode == 1 and f".venv is a link to {other}" in ran.stderr
+    assert "remove the link" in ran.stderr and list(other.iterdir()) == []
