@@ -200,14 +200,17 @@ class GrammarState:
         The masks after them are kept for `fill_after`. A failure of the library ends the drafts of this request, and
         nothing else: they may be wrong.
         """
-        if drafts and self._drafts[: len(drafts)] == list(drafts):
-            return len(drafts)
+        known = 0
+        while known < min(len(drafts), len(self._drafts)) and drafts[known] == self._drafts[known]:
+            known += 1
+        if known == len(drafts) or (known and not self._may_follow(drafts[known], self._masks[known])):
+            return known
         self._drafts, self._masks = [], self._masks[:1]
         matcher = self._matcher
         try:
             mask = self._next_mask(num_output_tokens)
             for token in drafts:
-                if token in self._eos_ids or not is_allowed(mask, token) or self._draft_time.is_over:
+                if not self._may_follow(token, mask) or self._draft_time.is_over:
                     break
                 if not self._drafts:
                     matcher = self._draft_time.call(matcher.fork)
@@ -228,6 +231,10 @@ class GrammarState:
             self._time.earn()
             self._draft_time.earn()
             self._time.call(self._matcher.accept, token)
+
+    def _may_follow(self, token: int, mask: Int32Array) -> bool:
+        """Whether a token that the mask is for can be a draft."""
+        return token not in self._eos_ids and is_allowed(mask, token)
 
     def _next_mask(self, num_output_tokens: int) -> Int32Array:
         if not self._masks:

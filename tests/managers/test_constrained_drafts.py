@@ -17,6 +17,7 @@ from fakes import EachProposer
 from tercet.managers.grammar import Grammar, GrammarFailed, GrammarState
 from tercet.managers.ngram_proposer import NgramProposer
 from tercet.managers.req import Req
+from tercet.managers.token_masks import allowed_drafts
 from tercet.model_executor.step import FROM_DEVICE
 from tercet.srt.io_struct import AbortFinish, LengthFinish, Resumed, StopFinish
 from tercet.srt.logprobs import LogprobOptions
@@ -185,6 +186,40 @@ def test_the_proposer_gives_the_room_of_forbidden_drafts_to_others_and_does_not_
     reqs[0].output_ids += [26, 27, 5]
     proposer.propose(reqs, [100, 100])
     assert sum(history._right) > sum(before) and history._total[3] == pytest.approx((5 * 0.9 + 1) * 0.9 + 1)
+
+
+def test_a_second_look_at_the_same_position_forks_no_matcher() -> None:
+    """The proposer looks first, and the planner at what is left."""
+
+    class Counted(Anything):
+        num_forks = 0
+
+        def fill(self, bits: Any, line: int) -> None:
+            bits[line] = -1 & ~(1 << 28)
+
+        def fork(self) -> Counted:
+            Counted.num_forks += 1
+            return self
+
+    prompt = [*range(20, 30), *range(20, 26)]  # 26, 27, ... follow
+    req = make_req(prompt, 0)
+    req.grammar = state = GrammarState(Counted(), EOS, SamplingParams(), NUM_WORDS, clock=lambda: 0.0)
+    for position in range(2):
+        looks = [state.look_ahead([26, 27, 28], position) for _ in range(2)]
+        assert looks == [2, 2] and state.look_ahead([26], position) == 1, "28 is forbidden"
+        assert state.look_ahead([], position) == 0
+        assert state.look_ahead([26, 27, 7, 1], position) == 2, "7 ends the output"
+        assert Counted.num_forks == position + 1
+        assert state.look_ahead([26, 27, 29], position) == 3 and Counted.num_forks == position + 2
+        assert len(next_masks(state, [26, 27, 29], position)) == 4
+        state.accept(26)
+        Counted.num_forks = position + 1
+    req.grammar = GrammarState(Counted(), EOS, SamplingParams(), NUM_WORDS, clock=lambda: 0.0)
+    Counted.num_forks, proposer = 0, NgramProposer(8, 8)
+    for _ in range(2):
+        (drafts,) = proposer.propose([req], [100])
+        assert list(allowed_drafts(req, drafts)) == [26, 27]
+    assert Counted.num_forks == 1
 
 
 # Steps
