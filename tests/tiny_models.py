@@ -7,9 +7,11 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tercet.srt.model_files.model_config import load_model_config
@@ -71,6 +73,20 @@ CONFIGS = {
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **BASE,
+        head_dim=24,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe_sparse": lambda: Qwen3MoeConfig(
+        **BASE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, tie_word_embeddings=True
+    ),
+    "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral_window": lambda: MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
 }
 
 

@@ -120,7 +120,8 @@ class FusedTritonLayers(TritonLayers):
         return FusedTritonAttention(layer_id, backend, qk_norm, dependent=self._dependent)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
-        assert isinstance(layer, (Linear, GatedLinear))
+        if not isinstance(layer, (Linear, GatedLinear)):  # experts
+            return super().after_norm(norm, layer)
         return FusedNormedLayer(norm, layer, dependent=self._dependent)
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:

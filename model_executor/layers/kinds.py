@@ -5,17 +5,19 @@ The kind is chosen once, when the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding
+from .experts import ComposedExperts, Expert, ExpertWeights
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .output_head import OutputHead, PlainHead
@@ -45,7 +47,9 @@ class LayerKinds(Protocol):
     """
 
     compiled: bool
-    """Whether all layers are compiled CPU operations."""
+    """Whether all layers are compiled CPU operations, except `experts`."""
+    compiled_experts: bool
+    """Whether the layers of `experts` are compiled CPU operations, too."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm: ...
 
@@ -59,8 +63,11 @@ class LayerKinds(Protocol):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         """Make the fused gate and up projection, which returns silu(gate) * up."""
 
+    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+        """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
+
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
-        """Join a norm and the layer after it. `layer`: made by `linear` or `gated_linear`."""
+        """Join a norm and the layer after it. `layer`: made by `linear`, `gated_linear` or `experts`."""
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
         """Join a layer and the sum with the residual after it. `layer`: made by `linear`. `next_norm`: of the sum."""
@@ -88,6 +95,7 @@ class TorchLayers:
     """The LayerKinds of plain torch."""
 
     compiled = False
+    compiled_experts = False
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return RMSNorm(weight, eps)
@@ -103,6 +111,14 @@ class TorchLayers:
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return GatedLinear(weight, bias)
+
+    def router(self, weight: Any) -> Layer:
+        """Make the layer of a router, which `float32_logits` calls."""
+        return self.head(weight)
+
+    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+        built = [Expert(self.gated_linear(gate_up, None), self.linear(down, None)) for gate_up, down in experts]
+        return ComposedExperts(self.router(router), built, config)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
         return NormedLayer(norm, layer)

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from .. import cpu_extension
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuLayers, QuantizedEmbedding, embedding_of
+from .cpu_layers import CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
 from .kinds import Layer
+from .linear import Linear
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
 
@@ -64,6 +66,10 @@ class QuantizedLayers(CpuLayers):
 
     def head(self, weight: Any) -> Layer:
         return QuantizedLinear(weight, to_float=True)
+
+    def router(self, weight: Any) -> Layer:
+        """A router is not quantized."""
+        return CpuLinear(weight, to_float=True) if cpu_extension.multiplies(self._dtype) else Linear(weight)
 
     def embedding(self, weight: Any) -> Layer:
         return embedding_of(weight, self._dtype)

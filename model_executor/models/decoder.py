@@ -1,9 +1,10 @@
-"""The decoder of Llama, Mistral, Qwen 2, Qwen 3 and Phi 3. Their differences are fields of ModelConfig."""
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3 and Phi 3. Their differences are fields of ModelConfig."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -11,11 +12,38 @@ from ...srt.model_files.model_config import ModelConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
+from ..layers.experts import ExpertWeights
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
-from ..layers.residual import Pending, Stream
+from ..layers.residual import AfterNorm, Pending, Stream
 from .family import ModelFamily, Parameters
-from .parameters import decoder_parameters
+from .parameters import decoder_parameters, expert_names, router_name
+
+
+class _StoredExperts(Sequence[ExpertWeights]):
+    """The weights of a layer's experts. Each access reads them, as an access to parameters does."""
+
+    def __init__(self, params: Parameters, layer_id: int, num_experts: int) -> None:
+        self._params = params
+        self._layer_id = layer_id
+        self._num_experts = num_experts
+
+    def __len__(self) -> int:
+        return self._num_experts
+
+    @overload
+    def __getitem__(self, index: int) -> ExpertWeights: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ExpertWeights]: ...
+
+    def __getitem__(self, index: int | slice) -> ExpertWeights | list[ExpertWeights]:
+        if isinstance(index, slice):
+            return [self[expert] for expert in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        gate_up, down = expert_names(self._layer_id, index)
+        return ExpertWeights(self._params[gate_up], self._params[down])
 
 
 class DecoderLayer:
@@ -49,11 +77,17 @@ class DecoderLayer:
         self.attention = layers.attention(layer_id, backend, qk_norm)
         self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = layers.norm(params[f"{prefix}post_attention_norm.weight"], config.rms_norm_eps)
-        self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"))
-        self.down_proj = layers.linear(*weights("down_proj"))
-
         self._normed_qkv = layers.after_norm(self.input_norm, self.qkv_proj)
         self._summed_o = layers.before_sum(self.o_proj, self.post_attention_norm)
+        self._normed_experts: AfterNorm | None = None
+        if config.is_sparse(layer_id):
+            assert config.experts is not None
+            stored = _StoredExperts(params, layer_id, config.experts.num_experts)
+            self.experts = layers.experts(params[router_name(layer_id)], stored, config.experts)
+            self._normed_experts = layers.after_norm(self.post_attention_norm, self.experts)
+            return
+        self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"))
+        self.down_proj = layers.linear(*weights("down_proj"))
         self._normed_gate_up = layers.after_norm(self.post_attention_norm, self.gate_up_proj)
         self._summed_down = layers.before_sum(self.down_proj, next_norm)
 
@@ -72,7 +106,10 @@ class DecoderLayer:
 
         The caller adds the result to the residual, unless the result is ScaledRows.
         """
-        gated, residual = self._normed_gate_up(self._summed_o(attention_out, residual, batch), residual, batch)
+        pending = self._summed_o(attention_out, residual, batch)
+        if self._normed_experts is not None:
+            return self._normed_experts(pending, residual, batch)[0]
+        gated, residual = self._normed_gate_up(pending, residual, batch)
         return self._summed_down(gated, residual, batch)
 
 
@@ -87,7 +124,7 @@ class Decoder:
         layers: LayerKinds,
         context_len: int,
     ) -> None:
-        self.compiled = layers.compiled
+        self.compiled = layers.compiled and (layers.compiled_experts or config.experts is None)
         self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
         rope = config.rope.for_context(context_len)

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ...srt.model_files.experts_config import QWEN_NAMES
 from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
 
@@ -116,14 +117,13 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
     """Raise ValueError unless there is such a rank, and the ranks can divide the model equally."""
     if not 0 <= shard.rank < shard.size:
         raise ValueError(f"rank must be in [0, {shard.size}) with {shard.size} ranks, got {shard.rank}")
-    divided = ["num_heads", "num_kv_heads", "intermediate_size"]
+    divided = [(name, getattr(config, name)) for name in ("num_heads", "num_kv_heads")]
+    divided += [("intermediate_size", width) for width in config.feed_forward_widths]
     if not config.tie_word_embeddings:
-        divided.append("vocab_size")
-    for name in divided:
-        if getattr(config, name) % shard.size:
-            raise ValueError(
-                f"the number of ranks must divide {name}, but {getattr(config, name)} is no multiple of {shard.size}"
-            )
+        divided.append(("vocab_size", config.vocab_size))
+    for name, number in divided:
+        if number % shard.size:
+            raise ValueError(f"the number of ranks must divide {name}, but {number} is no multiple of {shard.size}")
 
 
 def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -132,8 +132,12 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     The vocabulary stays whole, because each rank embeds all tokens.
     """
     check_shard(config, shard)
+    experts = config.experts
+    if experts is not None:
+        experts = dataclasses.replace(experts, intermediate_size=experts.intermediate_size // shard.size)
     return dataclasses.replace(
         config,
+        experts=experts,
         num_heads=config.num_heads // shard.size,
         num_kv_heads=config.num_kv_heads // shard.size,
         intermediate_size=config.intermediate_size // shard.size,
@@ -159,6 +163,8 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     linears = {
         "qkv_proj": ((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
         "o_proj": ((Part("self_attn.o_proj", (hidden,)),), q_size, config.o_bias, Split.ROWS),
+    }
+    dense = {
         "gate_up_proj": ((gate, up), hidden, config.mlp_bias, Split.COLUMNS),
         "down_proj": ((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
     }
@@ -173,7 +179,8 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         source = f"model.layers.{index}."
         for name, (checkpoint_name, size) in vectors.items():
             yield _whole(f"layers.{index}.{name}.weight", f"{source}{checkpoint_name}.weight", (size,))
-        for name, (parts, columns, bias, split) in linears.items():
+        is_sparse = config.is_sparse(index)
+        for name, (parts, columns, bias, split) in (linears if is_sparse else linears | dense).items():
             rows = sum(part.shape[0] for part in parts)
             weights = tuple(_renamed(part, f"{source}{part.name}.weight", columns) for part in parts)
             yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights, split)
@@ -181,6 +188,8 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
                 biases = tuple(_renamed(part, f"{source}{part.name}.bias") for part in parts)
                 bias_split = Split.FIRST_RANK if split is Split.ROWS else split
                 yield Parameter(f"layers.{index}.{name}.bias", (rows,), biases, bias_split)
+        if is_sparse:
+            yield from _experts(config, index)
 
     parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
     for index in range(config.num_layers):
@@ -189,6 +198,39 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     if not config.tie_word_embeddings:
         parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
     return parameters
+
+
+def router_name(layer: int) -> str:
+    """The name of the router's weight, [num_experts, hidden]."""
+    return f"layers.{layer}{ROUTER_ENDING}"
+
+
+def expert_names(layer: int, expert: int) -> tuple[str, str]:
+    """The names of an expert's two weights: gate and up [2 * inter, hidden], down [hidden, inter]."""
+    prefix = f"layers.{layer}.experts.{expert}."
+    return f"{prefix}gate_up_proj.weight", f"{prefix}down_proj.weight"
+
+
+def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
+    """The parameters of a sparse layer."""
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    count, inter = experts.num_experts, experts.intermediate_size
+    is_gguf = config.load_format == "gguf"
+    names = QWEN_NAMES if is_gguf else FAMILIES[config.architecture].expert_names
+    source = f"model.layers.{layer}."
+
+    def part(module: str, shape: tuple[int, int], expert: int) -> Part:
+        if is_gguf:  # a tensor has the rows of all experts
+            return Part(f"{source}{names.experts}{module}.weight", shape, expert * shape[0], count * shape[0])
+        return Part(f"{source}{names.experts}{expert}.{module}.weight", shape)
+
+    yield _whole(router_name(layer), f"{source}{names.router}.weight", (count, hidden))
+    for expert in range(count):
+        gate_up_name, down_name = expert_names(layer, expert)
+        gate_up = part(names.gate, (inter, hidden), expert), part(names.up, (inter, hidden), expert)
+        yield Parameter(gate_up_name, (2 * inter, hidden), gate_up, Split.COLUMNS)
+        yield Parameter(down_name, (hidden, inter), (part(names.down, (hidden, inter), expert),), Split.ROWS)
 
 
 def _renamed(part: Part, name: str, *columns: int) -> Part:
@@ -212,6 +254,7 @@ def _half_split_order(head_dim: int, rotary_dim: int) -> tuple[int, ...]:
     return (*range(half), *unrotated[:middle], *range(half, rotary_dim), *unrotated[middle:])
 
 
+ROUTER_ENDING = ".router.weight"
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 

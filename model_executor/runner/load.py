@@ -221,7 +221,7 @@ class _RunnerBuilder:
             settings.dtype,
             quantized=settings.rounds_to_integers,
             # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
-            widths=(self.config.hidden_size, self.config.intermediate_size),
+            widths=(self.config.hidden_size, *self.config.feed_forward_widths),
             onednn=settings.onednn,
             compact=settings.compact,
             fuse_small_steps=settings.fuse_small_steps,

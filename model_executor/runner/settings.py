@@ -265,7 +265,7 @@ def resolve_weights(
 
 def _has_whole_words(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether rows of this type are whole words of 32 bits, as the compiled operations need."""
-    return all(width * dtype.itemsize % 4 == 0 for width in (config.hidden_size, config.intermediate_size))
+    return all(width * dtype.itemsize % 4 == 0 for width in (config.hidden_size, *config.feed_forward_widths))
 
 
 def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:

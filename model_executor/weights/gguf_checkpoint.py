@@ -34,6 +34,10 @@ _NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _NAMES_OF_ARCHITECTURE = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -54,7 +58,11 @@ class GGUFCheckpoint:
         self._file = GGUFFile(config.model_path)
         arch = str(self._file.metadata["general.architecture"])
         stems = _NAMES | _NAMES_OF_ARCHITECTURE.get(arch, {})
-        self._tensors = {_hf_name(t.name, stems): t for t in self._file.tensors if t.name not in GGUF_DIVISORS}
+        self._tensors = {
+            _hf_name(tensor.name, stems): _with_rows_of_experts(tensor)
+            for tensor in self._file.tensors
+            if tensor.name not in GGUF_DIVISORS
+        }
         self.names = frozenset(self._tensors)
         permuted = arch in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
@@ -133,6 +141,11 @@ class GGUFCheckpoint:
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
+
+
+def _with_rows_of_experts(tensor: GGUFTensor) -> GGUFTensor:
+    """A tensor of the matrices of all experts, as one matrix with the rows of all of them."""
+    return tensor._replace(shape=_as_matrix(tensor.shape)) if len(tensor.shape) == 3 else tensor
 
 
 def _all_of(shape: tuple[int, ...]) -> Region:

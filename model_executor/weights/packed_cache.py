@@ -76,7 +76,9 @@ class PackedParameters(Mapping[str, Any]):
         return len(self._table)
 
     def _is_packed(self, name: str) -> bool:
-        return name in self._forms or is_multiplied(self._table[name], self._config)
+        if name in self._forms:
+            return True
+        return is_multiplied(self._table[name], self._config) and cpu_extension.multiplies(self._dtypes.matrices)
 
     @functools.cached_property
     def _found(self) -> Mapping[str, Any]:

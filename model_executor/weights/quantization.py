@@ -12,7 +12,7 @@ from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
-from ..models.parameters import WHOLE, Parameter, Shard
+from ..models.parameters import ROUTER_ENDING, WHOLE, Parameter, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """The forms that a CPU rounds weights to, and their bits per weight, with the scale and minimum of a group."""
@@ -55,7 +55,7 @@ def check_quantization(quantization: str | None, attention_backend: str, device:
 def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard = WHOLE) -> dict[str, str]:
     """The form ("int8", "int4" or "fp8") of each parameter that is quantized: all matrices of linear layers.
 
-    With fp8 the output head stays as it is.
+    Routers stay as they are, because a small error may choose another expert. So does the output head with fp8.
 
     Raises ValueError if the length of a matrix's rows, or of the part of them that a rank has, is not a multiple of
     GROUP. fp8 has no such limit.
@@ -69,7 +69,7 @@ def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard 
         name, shape = parameter.name, shard.shape(parameter)
         if name == ("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"):
             forms[name] = HEAD_FORM
-        elif len(shape) == 2 and name != "embed_tokens.weight":
+        elif is_linear(parameter):
             forms[name] = quantization
         if name in forms and shape[1] % GROUP:
             raise ValueError(
@@ -80,8 +80,9 @@ def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard 
 
 
 def is_linear(parameter: Parameter) -> bool:
-    """Whether a parameter is the matrix of a linear layer inside the decoder: neither embedding nor output head."""
-    return len(parameter.shape) == 2 and parameter.name not in ("embed_tokens.weight", "lm_head.weight")
+    """Whether a parameter is the matrix of a linear layer inside the decoder: no embedding, output head or router."""
+    is_other = parameter.name in ("embed_tokens.weight", "lm_head.weight") or parameter.name.endswith(ROUTER_ENDING)
+    return len(parameter.shape) == 2 and not is_other
 
 
 def is_multiplied(parameter: Parameter, config: ModelConfig) -> bool:

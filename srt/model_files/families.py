@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .experts_config import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames, ReadExperts, mixtral_experts, qwen_experts
 from .settings import Settings, quote
 
 SlidingWindows: TypeAlias = tuple[int | None, ...]
@@ -50,6 +51,19 @@ def _window_of_upper_layers(config: Settings, num_layers: int) -> SlidingWindows
     return tuple(known[kind] for kind in types)
 
 
+def _window_without_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    if not config.flag("use_sliding_window"):
+        return (None,) * num_layers
+    if config.get("layer_types") is not None:
+        raise config.unsupported("layer_types in a Qwen3Moe config is not supported: all its layers share one window")
+    if config.integer("max_window_layers", 0, minimum=0):
+        raise config.unsupported(
+            "max_window_layers with use_sliding_window in a Qwen3Moe config is not supported, because engines "
+            "interpret it differently"
+        )
+    return (_window(config),) * num_layers
+
+
 @dataclass(frozen=True)
 class Family:
     """The differences of an architecture from plain Llama.
@@ -70,6 +84,7 @@ class Family:
     default_num_kv_heads: int | None = None
     """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
     default_rms_norm_eps: float = 1e-6
+    default_rope_theta: float = 10000.0
     default_original_context_len: int | None = None
     """For a config without original_max_position_embeddings at its top level. None: that of the rope settings."""
     stacked_projections: bool = False
@@ -78,6 +93,9 @@ class Family:
     """whether a config may say that only the first components of a head are rotated"""
     gguf_window: bool = False
     """whether `attention.sliding_window` of a GGUF file is the window of all layers"""
+    experts: ReadExperts | None = None
+    """reads the mixture of experts; None: all feed-forward layers are dense"""
+    expert_names: ExpertNames = QWEN_NAMES
 
 
 FAMILIES: dict[str, Family] = {
@@ -104,14 +122,38 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         gguf_window=True,
     ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        "decoder",
+        _window_without_layers,
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm=True,
+        default_num_kv_heads=4,
+        experts=qwen_experts,
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        "decoder",
+        _window_if_given,
+        default_num_kv_heads=8,
+        default_rms_norm_eps=1e-5,
+        default_rope_theta=1e6,
+        experts=mixtral_experts,
+        expert_names=MIXTRAL_NAMES,
+    ),
 }
-# GGUF files call Mistral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp ignores it, too.
+# GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
+# ignores it, too.
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
+GGUF_ARCHITECTURES_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+"""The architectures of files that have experts."""
 
 
 def not_in_families(architecture: str) -> str:

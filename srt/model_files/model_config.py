@@ -16,7 +16,14 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from ..errors import ModelNotSupported
-from .families import FAMILIES, GGUF_ARCHITECTURES, SlidingWindows, not_in_families
+from .experts_config import ExpertsConfig, gguf_experts
+from .families import (
+    FAMILIES,
+    GGUF_ARCHITECTURES,
+    GGUF_ARCHITECTURES_WITH_EXPERTS,
+    SlidingWindows,
+    not_in_families,
+)
 from .files import read_json_object
 from .generation_defaults import GGUF_KEYS, HF_KEYS, GenerationDefaults, read_generation_defaults
 from .gguf_file import GGUFFile, GGUFTensor
@@ -58,6 +65,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsConfig | None = None
+    """of the sparse layers; None: all layers are dense"""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """from the config and the generation config; the tokenizer may add others"""
@@ -92,6 +101,18 @@ class ModelConfig:
             raise ValueError(f"{where}a sliding window must be at least 1, got {self.sliding_windows}")
         if len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{where}{len(self.sliding_windows)} sliding windows given for {self.num_layers} layers")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the feed-forward layer is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def feed_forward_widths(self) -> tuple[int, ...]:
+        """The widths of the feed-forward layers of the model, and of its experts."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        dense = (self.intermediate_size,) if self.experts.dense_layers else ()
+        return (*dense, self.experts.intermediate_size)
 
     @property
     def model_type(self) -> str:
@@ -202,6 +223,7 @@ def _from_hf(
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
+        experts=None if family.experts is None else family.experts(config, num_layers),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=_distinct(*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")),
         dtype=None if dtype is None else dtype.removeprefix("torch."),
@@ -233,7 +255,7 @@ _GGUF_KEYS = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor", "tensor_data_layout",
-    "expert_count", "expert_used_count", "pooling_type", "attention.sliding_window",
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "pooling_type", "attention.sliding_window",
 )  # fmt: skip
 _GGUF_POOLINGS = (0, 3)
 """None, and the last token, which is what /v1/embeddings takes by default. Embedding models name their pooling."""
@@ -255,11 +277,14 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
     config = Settings(
         file.path, {key: file.metadata[prefix + key] for key in _GGUF_KEYS if prefix + key in file.metadata}, prefix
     )
-    if experts := config.integer("expert_count", 0, minimum=0):
-        raise metadata.unsupported(f"a mixture of {experts} experts is not supported")
+    architecture = GGUF_ARCHITECTURES[arch]
+    if num_experts := config.integer("expert_count", 0, minimum=0):
+        if arch not in GGUF_ARCHITECTURES_WITH_EXPERTS:
+            raise metadata.unsupported(f"a mixture of {num_experts} experts is not supported with {arch}")
+        architecture = GGUF_ARCHITECTURES_WITH_EXPERTS[arch]
     if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
         raise metadata.unsupported(f"{prefix}pooling_type={pooling} is not supported; supported: 3, the last token")
-    family = FAMILIES[GGUF_ARCHITECTURES[arch]]
+    family = FAMILIES[architecture]
     first_projection = "blk.0.attn_qkv" if family.stacked_projections else "blk.0.attn_q"
     tensors = {tensor.name: tensor for tensor in file.tensors}
     for name in ("token_embd.weight", f"{first_projection}.weight"):
@@ -289,7 +314,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
     special = [_gguf_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     return ModelConfig(
-        architecture=GGUF_ARCHITECTURES[arch],
+        architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=config.integer("feed_forward_length"),
         num_layers=num_layers,
@@ -306,6 +331,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        experts=None if family.experts is None else gguf_experts(config),
         bos_token_id=_gguf_token_id(metadata, "bos"),
         eos_token_ids=_distinct(*(token for token in special if token is not None)),
         dtype=_gguf_dtype(tensors[f"{first_projection}.weight"].type),

@@ -122,7 +122,7 @@ def rope_from_hf(config: Settings, family: Family, context_len: int, head_dim: i
     old_type = params.text("type")
     rope_type = params.text("rope_type") or old_type or "default"
     theta_of = params if params.get("rope_theta") is not None else config
-    theta = theta_of.number("rope_theta", _DEFAULT_THETA, above=1)
+    theta = theta_of.number("rope_theta", family.default_rope_theta, above=1)
     rotary_dim = _rotary_dim(params, config, head_dim, family.partial_rotary)
     if rope_type not in _FROM_HF:
         raise ValueError(f"{config.source}: rope type {rope_type!r} is not supported; supported: {', '.join(_FROM_HF)}")

@@ -77,6 +77,14 @@ class Settings:
             raise self.refusal(key, "a list of strings", value)
         return value
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of integers of at least 0; () if it is absent."""
+        value = self.get(key)
+        items = [] if value is None else value
+        if not isinstance(items, list) or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in items):
+            raise self.refusal(key, "a list of integers of at least 0", value)
+        return tuple(items)
+
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` finite numbers above 0. The key is required."""
         value = self.get(key)

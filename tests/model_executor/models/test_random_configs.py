@@ -68,10 +68,24 @@ def phi_ropes(draw):
 OF_FAMILY = {
     "llama": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "mistral": some(sliding_window=[None, 3, 7]),
+    "mixtral": some(sliding_window=[None, 3, 7], num_local_experts=[1, 3, 9], num_experts_per_tok=[1]),
     "phi3": some(sliding_window=[None, 3, 7]),
     "qwen2": some(use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1, 28]),
     "qwen3": some(
         use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1], attention_bias=[False, True]
+    ),
+    "qwen3_moe": st.builds(
+        dict.__or__,
+        some(
+            use_sliding_window=[False, True],
+            sliding_window=[5, 9],
+            attention_bias=[False, True],
+            decoder_sparse_step=[1, 2, 3],
+            mlp_only_layers=[None, [], [0], [1], [0, 1]],
+            norm_topk_prob=[False, True],
+            num_experts_per_tok=[1, 4],
+        ),
+        fixed(moe_intermediate_size=[8, 48], num_experts=[8, 11]),
     ),
 }
 

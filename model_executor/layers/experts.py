@@ -1,0 +1,74 @@
+"""A mixture of experts in plain torch: a feed-forward layer of which each token computes a few parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...srt.model_files.experts_config import ExpertsConfig
+from ..forward_batch import ForwardBatch
+from .linear import float32_logits
+from .residual import Layer
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of an expert, of any type that the layers have."""
+
+    gate_up: Any
+    """[2 * inter, hidden], the rows of gate first"""
+    down: Any
+    """[hidden, inter]"""
+
+
+class Expert(NamedTuple):
+    """The layers of an expert."""
+
+    gate_up: Layer
+    """[T, hidden] -> silu(gate) * up [T, inter]"""
+    down: Layer
+    """[T, inter] -> [T, hidden]"""
+
+
+class Choice(NamedTuple):
+    """The experts of each token."""
+
+    experts: torch.Tensor
+    """int64 [T, num_experts_per_token]"""
+    weights: torch.Tensor
+    """float32 [T, num_experts_per_token]"""
+
+
+def choose_experts(logits: torch.Tensor, config: ExpertsConfig) -> Choice:
+    """The most probable experts of each token, and the smaller number of equal ones: logits float32 [T, num_experts].
+
+    The probabilities are those of all experts.
+    """
+    ordered = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = (x[:, : config.num_experts_per_token] for x in ordered)
+    return Choice(experts, weights / weights.sum(-1, keepdim=True) if config.normalized else weights)
+
+
+class ComposedExperts:
+    """The experts as layers of their own. Each is called once, for the tokens that chose it.
+
+    The outputs are added in float32, in the order of the experts. So a row does not depend on the batch, if no row of
+    the layers does. Which layers are called depends on the data, so a step with such a layer cannot be recorded.
+    """
+
+    def __init__(self, router: Layer, experts: Sequence[Expert], config: ExpertsConfig) -> None:
+        assert len(experts) == config.num_experts
+        self._router = router
+        self._experts = experts
+        self._config = config
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        chosen, weights = choose_experts(float32_logits(self._router, x, None), self._config)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for number in chosen.unique().tolist():  # in ascending order
+            gate_up, down = self._experts[number]
+            tokens, places = torch.where(chosen == number)
+            outputs = down(gate_up(x[tokens]))
+            out[tokens] += weights[tokens, places, None] * outputs
+        return out.to(x.dtype)

@@ -1,0 +1,94 @@
+"""The config of a mixture of experts, read from config.json or from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from .settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The feed-forward layers of which each token computes a few parts: the experts that a router chooses."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    """the feed-forward width of an expert"""
+    normalized: bool
+    """whether the weights of a token's experts are divided by their sum"""
+    dense_layers: tuple[int, ...] = ()
+    """the layers that have a plain feed-forward layer instead, in ascending order"""
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size < 1:
+            raise ValueError(f"the feed-forward width of an expert must be at least 1, got {self.intermediate_size}")
+        if not 1 <= self.num_experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"the number of experts of a token must be from 1 to {self.num_experts}, which is the number of "
+                f"experts, got {self.num_experts_per_token}"
+            )
+
+
+class ExpertNames(NamedTuple):
+    """The names of the modules of a sparse layer in a checkpoint."""
+
+    router: str
+    experts: str
+    """what the name of each expert begins with, before its number"""
+    gate: str
+    up: str
+    down: str
+
+
+QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts.", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", "w1", "w3", "w2")
+
+ReadExperts: TypeAlias = Callable[[Settings, int], ExpertsConfig | None]
+"""Reads the experts of a model from its config.json and its number of layers. None: all layers are dense."""
+
+
+def qwen_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of Qwen 3: small ones in every layer, unless the config names dense layers."""
+    step = config.integer("decoder_sparse_step", 1)
+    named = set(config.integers("mlp_only_layers"))
+    dense = tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
+    experts = ExpertsConfig(
+        num_experts=_num_experts(config, 128),
+        num_experts_per_token=config.integer("num_experts_per_tok", 8),
+        intermediate_size=config.integer("moe_intermediate_size", 768),
+        normalized=config.flag("norm_topk_prob"),
+        dense_layers=dense,
+    )
+    return None if len(dense) == num_layers else experts
+
+
+def mixtral_experts(config: Settings, num_layers: int) -> ExpertsConfig:
+    """The experts of Mixtral: each is as large as the feed-forward layer of a dense model."""
+    return ExpertsConfig(
+        num_experts=_num_experts(config, 8),
+        num_experts_per_token=config.integer("num_experts_per_tok", 2),
+        intermediate_size=config.integer("intermediate_size"),
+        normalized=True,
+    )
+
+
+def gguf_experts(config: Settings) -> ExpertsConfig:
+    """The experts of a GGUF file. llama.cpp divides the weights by their sum in both architectures."""
+    return ExpertsConfig(
+        num_experts=config.integer("expert_count"),
+        num_experts_per_token=config.integer("expert_used_count"),
+        intermediate_size=config.integer("expert_feed_forward_length", config.integer("feed_forward_length")),
+        normalized=True,
+    )
+
+
+def _num_experts(config: Settings, default: int) -> int:
+    """transformers accepts two names, and writes only the second one since version 5."""
+    keys = ("num_experts", "num_local_experts")
+    counts = [config.integer(key) for key in keys if config.get(key) is not None]
+    if len(set(counts)) > 1:
+        raise config.unsupported(f"num_experts is {counts[0]}, but num_local_experts is {counts[1]}")
+    return counts[0] if counts else default

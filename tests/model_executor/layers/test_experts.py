@@ -1,0 +1,93 @@
+"""The mixture of experts against a plain loop over tokens, alone and in a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tercet.model_executor.layers.experts import ExpertWeights, choose_experts
+from tercet.model_executor.layers.kinds import TorchLayers
+from tercet.srt.model_files.experts_config import ExpertsConfig
+
+HIDDEN, INTER = 32, 24
+
+
+def of_token(x, router, experts, config):
+    """The definition, for one token: x [hidden] -> float64 [hidden]."""
+    x = x.double()
+    p = (router.double() @ x).softmax(0)
+    chosen = sorted(range(config.num_experts), key=lambda number: (-p[number].item(), number))
+    chosen = sorted(chosen[: config.num_experts_per_token])
+    total = sum(p[number] for number in chosen) if config.normalized else 1.0
+    out = torch.zeros_like(x)
+    for number in chosen:
+        gate, up = (experts[number].gate_up.double() @ x).chunk(2)
+        out += p[number] / total * (experts[number].down.double() @ (F.silu(gate) * up))
+    return out
+
+
+def make(config, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    router = random(config.num_experts, HIDDEN)
+    experts = [ExpertWeights(random(2 * INTER, HIDDEN), random(HIDDEN, INTER)) for _ in range(config.num_experts)]
+    return router, experts, random(300, HIDDEN) * 4
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    num_experts=st.integers(1, 9),
+    of_token_count=st.integers(1, 9),
+    normalized=st.booleans(),
+    num_tokens=st.integers(0, 12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(num_experts, of_token_count, normalized, num_tokens, dtype):
+    config = ExpertsConfig(
+        num_experts=num_experts,
+        num_experts_per_token=min(num_experts, of_token_count),
+        intermediate_size=INTER,
+        normalized=normalized,
+    )
+    router, experts, x = make(config, dtype, seed=num_experts)
+    x = x[:num_tokens]
+    layer = TorchLayers().experts(router, experts, config)
+    found = layer(x)
+    assert found.shape == x.shape and found.dtype == dtype
+    expected = [of_token(row, router, experts, config) for row in x]
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    for row, wanted in zip(found, expected, strict=True):
+        assert (row.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_batch(dtype):
+    config = ExpertsConfig(num_experts=8, num_experts_per_token=3, intermediate_size=INTER, normalized=True)
+    router, experts, x = make(config, dtype)
+    layer = TorchLayers().experts(router, experts, config)
+    whole = layer(x)
+    for start, stop in ((0, 1), (5, 8), (7, 200), (299, 300)):
+        assert torch.equal(layer(x[start:stop]), whole[start:stop])
+
+
+def test_the_smaller_number_of_equal_experts_is_chosen():
+    config = ExpertsConfig(num_experts=64, num_experts_per_token=3, intermediate_size=INTER, normalized=True)
+    logits = torch.zeros(2, 64)
+    logits[1, [9, 40, 50, 63]] = torch.tensor([1.0, 2.0, 1.0, 1.0])
+    found = choose_experts(logits, config)
+    assert found.experts.tolist() == [[0, 1, 2], [40, 9, 50]]
+    torch.testing.assert_close(found.weights.sum(1), torch.ones(2))
+
+
+def test_weights_that_are_not_normalized_are_those_of_all_experts():
+    config = ExpertsConfig(num_experts=4, num_experts_per_token=1, intermediate_size=INTER, normalized=False)
+    found = choose_experts(torch.tensor([[0.0, 0.0, 3.0, 0.0]]).log(), config)
+    torch.testing.assert_close(found.weights, torch.tensor([[1.0]]))
+    found = choose_experts(torch.tensor([[1.0, 2.0, 4.0, 1.0]]).log(), config)
+    torch.testing.assert_close(found.weights, torch.tensor([[0.5]]))
