@@ -1,7 +1,9 @@
 """The speed limit of a step: the minimum bytes and operations of a model's step, and the minimum time for them.
 
 A decode step reads every weight once, and the keys and values of every request once. A prefill multiplies every token
-with every weight. The embedding is a look-up, so it counts only if it is also the output head.
+with every weight. The embedding is a look-up, so it counts only if it is also the output head. Of experts, only those
+count that a token chooses. Each token is taken to choose at random, and all experts to be equally probable. If tokens
+choose the same experts, a step reads fewer.
 
 Two simplifications: Norms, activations and logits are left out, which makes the limit slightly too fast. The last layer
 counts in full, although the model skips most of it for tokens that are not sampled (models/decoder.py). So a model of
@@ -15,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..model_executor.models.family import family_of
+from ..model_executor.models.parameters import is_expert
 from ..model_executor.runner.settings import RunnerSettings
 from ..model_executor.weights.quantization import parameter_bytes
 from ..srt.model_files.model_config import ModelConfig
@@ -25,7 +28,7 @@ class ModelCost:
     """Bytes and floating-point operations of a model, summed over all layers."""
 
     weight_bytes: int
-    """Bytes of weights that a sampling step reads."""
+    """Bytes of weights that every sampling step reads."""
     kv_bytes_per_token: int
     layer_flops_per_token: int
     """Operations of the linear layers for one token, without attention and output head."""
@@ -33,6 +36,10 @@ class ModelCost:
     """Operations of the output head for one sampled token."""
     attention_flops_per_pair: int
     """Operations of attention for one pair of a query position and a key position."""
+    expert_bytes: int = 0
+    """Bytes of all experts."""
+    chosen_share: float = 0.0
+    """The share of the experts of a layer that a token chooses."""
 
     @classmethod
     def of(
@@ -48,8 +55,14 @@ class ModelCost:
         shapes = {parameter.name: parameter.shape for parameter in family_of(config).parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
-        in_layers = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+        in_layers = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and not is_expert(name))
         num_bytes = parameter_bytes(config, dtype_bytes, matrix_bytes=matrix_bytes, forms=forms)
+        expert_bytes = sum(num_bytes.pop(name) for name in shapes if is_expert(name))
+        chosen_share = 0.0
+        if config.experts is not None:
+            chosen_share = config.experts.num_experts_per_token / config.experts.num_experts
+            in_experts = sum(math.prod(shape) for name, shape in shapes.items() if is_expert(name))
+            in_layers += in_experts * config.experts.num_experts_per_token // config.experts.num_experts
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]
         kv_heads = config.num_layers * config.num_kv_heads * config.head_dim
@@ -59,6 +72,8 @@ class ModelCost:
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),
             attention_flops_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
+            expert_bytes=expert_bytes,
+            chosen_share=chosen_share,
         )
 
     @classmethod
@@ -71,9 +86,13 @@ class ModelCost:
             forms=settings.weight_forms,
         )
 
+    def read_bytes(self, num_tokens: int) -> int:
+        """Bytes of weights that a sampling step of so many tokens reads."""
+        return self.weight_bytes + round(self.expert_bytes * (1 - (1 - self.chosen_share) ** num_tokens))
+
     def decode_bytes(self, context_lens: Sequence[int]) -> int:
         """Bytes that one decode step moves. `context_lens`: context length of each request, its new token included."""
-        return self.weight_bytes + self.kv_bytes_per_token * sum(context_lens)
+        return self.read_bytes(len(context_lens)) + self.kv_bytes_per_token * sum(context_lens)
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> int:
         """Operations of prefilling whole prompts and sampling one token for each."""
@@ -109,7 +128,7 @@ def decode_step_s(cost: ModelCost, context_lens: Sequence[int], ceilings: Ceilin
 def prefill_s(cost: ModelCost, prompt_lens: Sequence[int], ceilings: Ceilings) -> float:
     """Minimum seconds of prefilling these prompts."""
     by_flops = cost.prefill_flops(prompt_lens) / ceilings.flops_per_s
-    return max(by_flops, cost.weight_bytes / ceilings.bytes_per_s)
+    return max(by_flops, cost.read_bytes(sum(prompt_lens)) / ceilings.bytes_per_s)
 
 
 def workload_s(cost: ModelCost, prompt_lens: Sequence[int], output_lens: Sequence[int], ceilings: Ceilings) -> float:
@@ -118,9 +137,9 @@ def workload_s(cost: ModelCost, prompt_lens: Sequence[int], output_lens: Sequenc
     One prefill computes all prompts and gives each request its first token. Every request takes part in each following
     decode step until its last token.
     """
-    steps = max(output_lens) - 1
+    running = [sum(output > step for output in output_lens) for step in range(1, max(output_lens))]
     kv_reads = sum(
         causal_pairs(prompt + output - 1, prompt) for prompt, output in zip(prompt_lens, output_lens, strict=True)
     )
-    decode_bytes = steps * cost.weight_bytes + kv_reads * cost.kv_bytes_per_token
+    decode_bytes = sum(map(cost.read_bytes, running)) + kv_reads * cost.kv_bytes_per_token
     return prefill_s(cost, prompt_lens, ceilings) + decode_bytes / ceilings.bytes_per_s

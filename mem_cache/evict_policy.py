@@ -93,11 +93,16 @@ EVICT_POLICIES: dict[str, EvictPolicy] = {
 def equal_cost_depth(config: ModelConfig) -> float:
     """The position at which a token's attention takes as many multiplications as its products with the weights.
 
-    The weights are those of the layers. Sliding windows, which make attention cheaper, do not count.
+    The weights are those of the layers: of experts, those that a token chooses. Routers, and sliding windows, which
+    make attention cheaper, do not count.
     """
     heads = config.num_heads * config.head_dim
     projections = config.hidden_size * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
-    return (projections + 3 * config.hidden_size * config.intermediate_size) / (2 * heads)
+    width = float(config.intermediate_size)
+    if (experts := config.experts) is not None:
+        share = len(experts.dense_layers) / config.num_layers
+        width = share * width + (1 - share) * experts.num_experts_per_token * experts.intermediate_size
+    return (projections + 3 * config.hidden_size * width) / (2 * heads)
 
 
 def get_evict_policy(name: str) -> EvictPolicy:

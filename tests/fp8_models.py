@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny_models import BASE, save
+from tiny_models import BASE, save, stored_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tercet.model_executor.layers.fp8_weight import Fp8Weight, quantize_fp8
@@ -55,10 +55,12 @@ def save_pair(folder: Path, kind: str, seed: int = 0, model: PreTrainedModel | N
         save(model, path)
     tensors: dict[str, torch.Tensor] = {}
     widened: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stored_tensors(model).items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        is_linear = name.endswith("_proj.weight") and not (kind == "tensors" and ".layers.1." in name)
+        is_linear = name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")) and not (
+            kind == "tensors" and ".layers.1." in name
+        )
         if not is_linear:
             tensors[name], widened[name] = tensor.clone(), tensor.float()
             continue

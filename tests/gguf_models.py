@@ -22,6 +22,10 @@ HF_TO_GGUF = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -48,6 +52,21 @@ def gguf_name(name):
     return f"{HF_TO_GGUF[stem]}.{suffix}"
 
 
+def with_stacked_experts(state):
+    """The tensors of a model, in which those of all experts have the names and parts of a GGUF file."""
+    found = {}
+    for name, array in state.items():
+        stem, is_experts, last = name.partition(".experts.")
+        if not is_experts:
+            found[name] = array
+        elif last == "down_proj":
+            found[f"{stem}.experts.down_proj.weight"] = array
+        else:
+            gate, up = np.split(array, 2, 1)
+            found |= {f"{stem}.experts.gate_proj.weight": gate, f"{stem}.experts.up_proj.weight": up}
+    return found
+
+
 def interleave_halves(array, num_heads):
     """Permutes rows of q or k as llama.cpp's converter does for Llama: rows i of both halves become neighbours."""
     heads = array.reshape(num_heads, 2, -1, *array.shape[1:])
@@ -55,17 +74,20 @@ def interleave_halves(array, num_heads):
 
 
 def random_blocks(shape, kind):
-    """Blocks of a type of FACTORS: uint8 [rows, bytes]. All bytes are random, except that the factors are small."""
+    """Blocks of a type of FACTORS: uint8 [..., bytes]. All bytes are random, except that the factors are small."""
     rng = np.random.default_rng(shape)
     block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = rng.integers(0, 256, (shape[0], shape[1] // block_len, block_bytes), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block_len, block_bytes), dtype=np.uint8)
     for at in FACTORS[kind]:
-        blocks[..., 2 * at : 2 * at + 2] = rng.normal(0, 1e-4, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
-    return blocks.reshape(shape[0], -1)
+        blocks[..., 2 * at : 2 * at + 2] = (
+            rng.normal(0, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16).view(np.uint8)
+        )
+    return blocks.reshape(*shape[:-1], -1)
 
 
-def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=None):
-    """`kind`: of all matrices. `kinds`: of others, by name. `drop`: names that are left out. `beside`: more tensors."""
+def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=None, keys=None):
+    """`kind`: of all matrices. `kinds`: of others, by name. `drop`: names that are left out. `beside`: more tensors.
+    `keys`: more numbers in the metadata of the architecture."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -79,6 +101,13 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    for key, number in (keys or {}).items():
+        writer.add_uint32(f"{arch}.{key}", number)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if arch == "phi3":
         writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
         writer.add_sliding_window(config.sliding_window or 0)
@@ -97,12 +126,13 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         for name, tensor in model.state_dict().items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings) and name not in drop
     }
-    for name, array in tensors.items():
+    for name, array in with_stacked_experts(tensors).items():
         if arch == "llama" and "q_proj" in name:
             array = interleave_halves(array, config.num_attention_heads)
         if arch == "llama" and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
-        used = (kinds or {}).get(name, kind) if array.ndim == 2 else Kind.F32
+        is_plain = array.ndim == 1 or name.endswith("mlp.gate.weight")
+        used = Kind.F32 if is_plain else (kinds or {}).get(name, kind)
         raw = random_blocks(array.shape, used) if used in FACTORS else gguf.quantize(array, used)
         writer.add_tensor(gguf_name(name), raw, raw_dtype=used)
     for name, array in (beside or {}).items():

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from fp8_models import change_config, wide_model
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from tiny_models import stored_tensors
+from transformers import PreTrainedModel
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -188,7 +189,7 @@ def stored(matrix: Rounded, kind: Kind) -> dict[str, torch.Tensor]:
 
 
 def save_pair(
-    folder: Path, kind: Kind, model: LlamaForCausalLM | None = None, *, wide: bool = True
+    folder: Path, kind: Kind, model: PreTrainedModel | None = None, *, wide: bool = True
 ) -> tuple[Path, Path]:
     """Saves a model, `wide_model` by default, with integer weights, and with the float32 numbers they stand for.
 
@@ -197,10 +198,10 @@ def save_pair(
     model, paths = model or wide_model(), (folder / "integers", folder / "wide")
     tensors: dict[str, torch.Tensor] = {}
     widened: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stored_tensors(model).items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")):
             matrix, module = rounded(tensor, kind), name.removesuffix("weight")
             tensors |= {module + end: x for end, x in stored(matrix, kind).items()}
             widened[name] = matrix.wide()

@@ -85,6 +85,9 @@ CONFIGS = {
     "qwen3_moe_sparse": lambda: Qwen3MoeConfig(
         **BASE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, tie_word_embeddings=True
     ),
+    "qwen3_moe_all": lambda: Qwen3MoeConfig(
+        **BASE, head_dim=16, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, norm_topk_prob=True
+    ),
     "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2),
     "mixtral_window": lambda: MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
 }
@@ -99,6 +102,13 @@ def make_wide_model(*, tied):
     """The same with rows of whole blocks of Q4_K and Q6_K."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     return initialised(LlamaConfig(**{**BASE, **shape}, tie_word_embeddings=tied), seed=0)
+
+
+def make_wide_experts(**changes):
+    """A model with experts, whose rows are whole blocks of all GGUF types."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return initialised(Qwen3MoeConfig(**BASE | sizes | experts | changes), seed=0)
 
 
 def make_odd_model():
@@ -121,6 +131,23 @@ def initialised(config, seed):
 def save(model, folder, **options):
     model.save_pretrained(folder, **options)
     return str(folder)
+
+
+def stored_tensors(model):
+    """The tensors of a model as a checkpoint has them. transformers stacks the weights of experts in memory."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if model.config.model_type == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        stem, is_experts, last = name.partition(".experts.")
+        if not is_experts:
+            found[name] = tensor
+            continue
+        names = ("gate_proj", "up_proj", "down_proj") if model.config.model_type == "qwen3_moe" else ("w1", "w3", "w2")
+        parts = dict(zip(names[:2], tensor.chunk(2, 1), strict=True)) if last == "gate_up_proj" else {names[2]: tensor}
+        for part, stack in parts.items():
+            found |= {f"{stem}.experts.{number}.{part}.weight": matrix for number, matrix in enumerate(stack)}
+    return found
 
 
 def checkpoint(folder, name="llama", *, seed=1, dtype=torch.float32):

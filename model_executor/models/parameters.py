@@ -211,6 +211,11 @@ def expert_names(layer: int, expert: int) -> tuple[str, str]:
     return f"{prefix}gate_up_proj.weight", f"{prefix}down_proj.weight"
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter is a weight of an expert."""
+    return ".experts." in name
+
+
 def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     """The parameters of a sparse layer."""
     experts, hidden = config.experts, config.hidden_size

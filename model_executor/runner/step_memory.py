@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import ModelConfig
 from ..attention.torch_backend import gathered_tokens
 from ..layers.quantized_weight import GROUP
@@ -44,7 +45,8 @@ def activation_bytes(
     inputs to integers, or widen them to float32.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, inter = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
+    inter = config.intermediate_size if config.has_dense_layers else 0
     # Input, residual and its norm; queries, keys and values; the attention outputs of this layer and the one before.
     attention = (3 * hidden + 3 * q_size + 2 * kv_size) * dtype.itemsize
     # Input, residual, its norm and the output; the attention output; the gated activations.
@@ -52,11 +54,24 @@ def activation_bytes(
     if not compiled:
         attention += (2 * q_size + 2 * kv_size) * 2 * _FLOAT_BYTES  # rotated in float32
         feed_forward += 2 * inter * dtype.itemsize  # the outputs of the gate and up projections
+    if config.experts is not None:
+        experts = (4 * hidden + q_size) * dtype.itemsize + _expert_bytes(config.experts, hidden, dtype)
+        feed_forward = max(feed_forward, experts)
     in_a_norm = 0 if compiled else 2 * hidden * _FLOAT_BYTES
-    widest = max(hidden, q_size, inter)
+    widest = max(hidden, q_size, *config.feed_forward_widths)
     scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else widest * _FLOAT_BYTES if widened else 0
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     return tokens * (max(attention, feed_forward) + in_a_norm + scratch) + rows * config.vocab_size * per_logit
+
+
+def _expert_bytes(experts: ExpertsConfig, hidden: int, dtype: torch.dtype) -> int:
+    """An upper bound in bytes of what a mixture of experts takes for a token: all tokens may choose the same expert."""
+    # Logits, probabilities, and both in order, with their indices; the chosen ones, and what finds their tokens.
+    choice = experts.num_experts * (4 * _FLOAT_BYTES + 8) + experts.num_experts_per_token * (3 * 8 + _FLOAT_BYTES + 1)
+    # The sum; that of the tokens of an expert, its weighted output, and the new sum.
+    sums = 4 * hidden * _FLOAT_BYTES
+    # The tokens of an expert, its gate and up projections, their product and its output; the two places of a token.
+    return choice + sums + (2 * hidden + 3 * experts.intermediate_size) * dtype.itemsize + 2 * 8
 
 
 def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk: int, rows: int, longest: int) -> int:

@@ -22,15 +22,6 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     """the layers that have a plain feed-forward layer instead, in ascending order"""
 
-    def __post_init__(self) -> None:
-        if self.intermediate_size < 1:
-            raise ValueError(f"the feed-forward width of an expert must be at least 1, got {self.intermediate_size}")
-        if not 1 <= self.num_experts_per_token <= self.num_experts:
-            raise ValueError(
-                f"the number of experts of a token must be from 1 to {self.num_experts}, which is the number of "
-                f"experts, got {self.num_experts_per_token}"
-            )
-
 
 class ExpertNames(NamedTuple):
     """The names of the modules of a sparse layer in a checkpoint."""

@@ -89,6 +89,12 @@ class ModelConfig:
                 raise ValueError(f"{where}{name} must be at least 1, got {getattr(self, name)}")
         if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
             raise ValueError(f"{where}rms_norm_eps must be a finite number above 0, got {self.rms_norm_eps}")
+        experts = self.experts
+        if experts is not None and not 1 <= experts.num_experts_per_token <= experts.num_experts:
+            raise ValueError(
+                f"{where}a token must have from 1 to {experts.num_experts} experts, as many as a layer has, got "
+                f"{experts.num_experts_per_token}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{where}num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
@@ -107,12 +113,14 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
+    def has_dense_layers(self) -> bool:
+        return self.experts is None or bool(self.experts.dense_layers)
+
+    @property
     def feed_forward_widths(self) -> tuple[int, ...]:
-        """The widths of the feed-forward layers of the model, and of its experts."""
-        if self.experts is None:
-            return (self.intermediate_size,)
-        dense = (self.intermediate_size,) if self.experts.dense_layers else ()
-        return (*dense, self.experts.intermediate_size)
+        """The widths of the feed-forward layers that the model has, and of its experts."""
+        dense = (self.intermediate_size,) if self.has_dense_layers else ()
+        return dense if self.experts is None else (*dense, self.experts.intermediate_size)
 
     @property
     def model_type(self) -> str:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tercet.benchmarks.limits import Ceilings, ModelCost, causal_pairs, decode_step_s, prefill_s, workload_s
 from tercet.benchmarks.presets import load_shape
+from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
 
 H200 = Ceilings(bytes_per_s=4.3e12, flops_per_s=790e12)
@@ -53,6 +56,25 @@ def test_prefill_of_the_published_shape() -> None:
     cost = cost_of(load_shape("llama-3.1-8b"))
     assert 4096 / prefill_s(cost, [4096], H200) == pytest.approx(52_600, rel=0.005)
     assert prefill_s(cost, [1], H200) == cost.weight_bytes / H200.bytes_per_s
+
+
+def test_a_step_reads_only_chosen_experts() -> None:
+    experts = ExpertsConfig(
+        num_experts=4, num_experts_per_token=1, intermediate_size=10, normalized=True, dense_layers=(1,)
+    )
+    config = replace(TOY, architecture="Qwen3MoeForCausalLM", experts=experts)
+    cost = cost_of(config)
+    expert, router, dense = 3 * 8 * 10, 4 * 8, 3 * 8 * 12
+    assert cost.expert_bytes == 2 * 2 * 4 * expert
+    assert cost.weight_bytes == cost_of(TOY).weight_bytes + 2 * 2 * (router - dense)
+    assert cost.read_bytes(1) == cost.weight_bytes + 2 * 2 * expert
+    assert cost.read_bytes(2) == cost.weight_bytes + 2 * 2 * 4 * expert * 7 // 16
+    assert cost.read_bytes(1000) == cost.weight_bytes + cost.expert_bytes
+    assert cost.layer_flops_per_token == cost_of(TOY).layer_flops_per_token + 2 * 2 * (expert + router - dense)
+    assert cost.decode_bytes([5, 6]) == cost.read_bytes(2) + cost.kv_bytes_per_token * 11
+    prompts, outputs = [5, 9], [3, 2]
+    steps = [decode_step_s(cost, lens, H200) for lens in ([6, 10], [7])]
+    assert workload_s(cost, prompts, outputs, H200) == pytest.approx(prefill_s(cost, prompts, H200) + sum(steps))
 
 
 def test_a_workload_is_its_prefill_and_its_steps() -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from tercet.mem_cache.evict_policy import EVICT_POLICIES, MAX_EXTRA_COST, Value, get_evict_policy
+from tercet.mem_cache.evict_policy import EVICT_POLICIES, MAX_EXTRA_COST, Value, equal_cost_depth, get_evict_policy
+from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.model_config import ModelConfig
 
 
 @dataclass
@@ -61,3 +63,22 @@ def test_the_value_of_a_leaf_is_its_retention_its_last_use_and_the_cost_of_its_l
     assert value(leaf) == (0.0, 70, 70)
     leaf.retained_until_s = 40.0
     assert value(leaf) == (40.0, 70, 70)
+
+
+def test_only_the_experts_of_a_token_count_in_the_cost_of_its_weights() -> None:
+    dense = ModelConfig(
+        architecture="Qwen3MoeForCausalLM",
+        hidden_size=8,
+        intermediate_size=12,
+        num_layers=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        vocab_size=9,
+        context_len=9,
+    )
+    experts = ExpertsConfig(num_experts=99, num_experts_per_token=2, intermediate_size=6, normalized=True)
+    assert equal_cost_depth(dense) == (8 * 24 + 3 * 8 * 12) / 16
+    assert equal_cost_depth(replace(dense, experts=experts)) == equal_cost_depth(dense)
+    mixed = replace(dense, intermediate_size=100, experts=replace(experts, dense_layers=(0,)))
+    assert equal_cost_depth(mixed) == (8 * 24 + 3 * 8 * (100 + 3 * 12) / 4) / 16

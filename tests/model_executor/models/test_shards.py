@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_models import Kind, write_gguf
-from tiny_models import make_model, save
+from tiny_models import make_model, make_wide_experts, save
 from toy_runner import TOY
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
@@ -25,9 +25,11 @@ from tercet.model_executor.weights import loader
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.model_executor.weights.quantization import quantized_forms
+from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig, load_model_config
 
 CPU = torch.device("cpu")
+EXPERTS = ExpertsConfig(num_experts=3, num_experts_per_token=2, intermediate_size=15, normalized=True)
 NUM_TOKENS = 12
 TOLERANCE = 1e-5
 """Relative to the largest magnitude. The ranks add the same float32 products, in another order."""
@@ -95,6 +97,10 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
         summed = sum(part.o_proj(own, batch) for part, own in zip(parts, by_rank, strict=True))
         assert close(summed, projected), "outputs of a row split are added, the bias once"
         normed = layer.post_attention_norm(projected, residual)
+        if config.is_sparse(index):
+            x = layer.experts(normed, batch)
+            assert close(sum(part.experts(normed, batch) for part in parts), x), "each rank has a part of each expert"
+            continue
         gated = layer.gate_up_proj(normed, batch)
         by_rank = [part.gate_up_proj(normed, batch) for part in parts]
         assert close(torch.cat(by_rank, 1), gated), "features are concatenated"
@@ -115,12 +121,12 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
     return lambda name: load_model_config(save(make_model(name), tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["llama_31_tied", "qwen2_tied", "phi3_partial"])
+@pytest.mark.parametrize("name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse"])
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
     compare(stored(name), 2)
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "mistral_window", "phi3"])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "mistral_window", "phi3", "qwen3_moe", "mixtral"])
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:
     model = make_model(name)
     with pytest.raises(ValueError, match="must divide vocab_size, but 131 is no multiple of 2"):
@@ -152,6 +158,12 @@ def test_a_gguf_file_in_two_shards(tmp_path: Path, kind: Kind) -> None:
     compare(config, 2)
 
 
+def test_experts_of_a_gguf_file_in_two_shards(tmp_path: Path) -> None:
+    model = make_wide_experts()
+    model.resize_token_embeddings(132)
+    compare(load_model_config(write_gguf(tmp_path / "m.gguf", model, "qwen3moe", kind=Kind.Q8_0)), 2)
+
+
 def test_quantized_weights_of_a_file_are_cut_at_groups(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", make_model("llama_31_tied"), "llama", kind=Kind.Q4_1)
     config = load_model_config(path)
@@ -174,6 +186,7 @@ def test_quantized_weights_of_a_file_are_cut_at_groups(tmp_path: Path) -> None:
         ({}, Shard(0, 4), "the number of ranks must divide num_kv_heads, but 2 is no multiple of 4"),
         ({"num_heads": 6}, Shard(0, 4), "must divide num_heads, but 6 is no multiple of 4"),
         ({"intermediate_size": 47}, Shard(1, 2), "must divide intermediate_size, but 47 is no multiple of 2"),
+        ({"experts": EXPERTS}, Shard(1, 2), "must divide intermediate_size, but 15 is no multiple of 2"),
         ({}, Shard(2, 2), r"rank must be in \[0, 2\) with 2 ranks, got 2"),
     ],
 )

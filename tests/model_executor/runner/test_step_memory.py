@@ -22,14 +22,18 @@ from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner import load
 from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes, saved_split_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
+from tercet.srt.model_files.experts_config import ExpertsConfig
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
+EXPERTS = ExpertsConfig(num_experts=64, num_experts_per_token=8, intermediate_size=32, normalized=True)
 SHAPES = {
     "usual": {},
     "wide": {"hidden_size": 512, "intermediate_size": 128},
     "deep": {"hidden_size": 64, "intermediate_size": 1024},
     "heads": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
     "vocabulary": {"vocab_size": 100_000},
+    "experts": {"experts": EXPERTS},
+    "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
 }
 
 

@@ -26,10 +26,11 @@ def runner_of(config: ModelConfig, backend: str = "cpu", **settings) -> ModelRun
 
 @pytest.mark.parametrize("settings", [{}, {"disable_cuda_graph": True}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, backend: str, settings: dict) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, name: str, backend: str, settings: dict) -> None:
     if backend == "torch" and "quantization" in settings:
         pytest.skip("only the cpu backend has quantized layers")
-    first, second = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", seed=2)
+    first, second = checkpoint(tmp_path / "1", name), checkpoint(tmp_path / "2", name, seed=2)
     runner, fresh = runner_of(first, backend, **settings), runner_of(second, backend, **settings)
     before, expected = short_logits(runner), short_logits(fresh)
     assert not torch.equal(before, expected)

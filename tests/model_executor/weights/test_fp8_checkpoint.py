@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import BASE, make_model
+from tiny_models import BASE, make_model, make_wide_experts
 from transformers import LlamaConfig
 
 from tercet.model_executor import cpu_extension
@@ -51,6 +51,16 @@ def test_a_model_computes_with_the_numbers_that_its_weights_stand_for(kind: str,
     assert torch.equal(logits(fp8, backend, "float32"), logits(wide, backend, "float32"))
     # In bfloat16 both round the same numbers.
     assert relative_error(logits(fp8, backend, "bfloat16"), logits(wide, backend, "bfloat16")) == 0
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_experts_of_fp8_and_a_router_that_is_not(kind: str, tmp_path: Path) -> None:
+    model = make_wide_experts(moe_intermediate_size=288).bfloat16()
+    fp8, wide = save_pair(tmp_path, kind, model=model)
+    forms = stored_fp8_forms(load_model_config(fp8))
+    of_layer = {f"layers.0.experts.{number}.{name}_proj.weight" for number in range(3) for name in ("gate_up", "down")}
+    assert set(forms) >= of_layer and not [name for name in forms if "router" in name]
+    assert torch.equal(logits(fp8, "torch", "float32"), logits(wide, "torch", "float32"))
 
 
 def test_weights_of_another_format_are_loaded_into_a_running_model(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import torch
 from gguf_models import HF_TO_GGUF, Kind, write_gguf
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
-from tiny_models import make_model, make_odd_model, reference_logits
+from tiny_models import make_model, make_odd_model, make_wide_experts, reference_logits
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tercet.model_executor.models.parameters import is_expert
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
-from tercet.model_executor.weights.loader import load_parameters
+from tercet.model_executor.weights.loader import load_parameters, stored_forms
 from tercet.srt.model_files.gguf_file import GGUFFile
 from tercet.srt.model_files.model_config import load_model_config
 
@@ -34,6 +35,8 @@ CPU = torch.device("cpu")
         ("qwen3", "qwen3"),
         ("phi3", "phi3"),
         ("phi3_partial", "phi3"),
+        ("qwen3_moe_all", "qwen3moe"),
+        ("mixtral", "llama"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
@@ -68,6 +71,29 @@ def test_rows_of_stacked_projections_keep_their_stored_values(kind, form, tmp_pa
     stored = load_parameters(config, torch.float32, CPU, forms=dict.fromkeys(names, form))
     for name in names:
         assert torch.equal(stored[name].dequantize(), wide[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [(Kind.Q8_0, "int8"), (Kind.Q4_1, "int4"), (Kind.Q4_K, "q4_k"), (Kind.Q6_K, "q6_k")]
+)
+def test_experts_keep_their_stored_values(kind, form, tmp_path):
+    """A file has the matrices of all experts in one tensor. Routers are never quantised."""
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_wide_experts(), "qwen3moe", kind=kind))
+    forms = stored_forms(config, torch.float32)
+    names = [name for name in forms if is_expert(name)]
+    assert len(names) == 2 * 2 * 3 and {forms[name] for name in names} == {form}
+    assert not [name for name in forms if "router" in name]
+    wide, stored = (load_parameters(config, torch.float32, CPU, forms=used) for used in ({}, forms))
+    for name in names:
+        assert torch.equal(stored[name].dequantize(), wide[name])
+    file = GGUFFile(config.model_path)
+    (up,) = (tensor for tensor in file.tensors if tensor.name == "blk.1.ffn_up_exps.weight")
+    block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = file.tensor_bytes(up, math.prod(up.shape) // block_len * block_bytes).reshape(math.prod(up.shape[:2]), -1)
+    exact = gguf.dequantize(raw, kind).reshape(up.shape)
+    for number in range(3):
+        found = wide[f"layers.1.experts.{number}.gate_up_proj.weight"][up.shape[1] :]
+        assert np.array_equal(found.numpy(), exact[number])
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.1), ("float32", 1e-4)])

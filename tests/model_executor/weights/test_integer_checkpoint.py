@@ -12,12 +12,13 @@ from integer_models import KINDS, Kind, packed, save_pair
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model
+from tiny_models import BASE, initialised, make_model
+from transformers import MixtralConfig, Qwen3MoeConfig
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.quantized_weight import QuantizedWeight
 from tercet.model_executor.models.family import family_of
-from tercet.model_executor.models.parameters import Shard
+from tercet.model_executor.models.parameters import Shard, is_expert
 from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters, stored_forms
@@ -130,6 +131,24 @@ def test_targets_of_compressed_tensors_may_be_regular_expressions(tmp_path: Path
     assert torch.equal(with_targets("re:.*self_attn.*", "re:.*mlp.*"), logits(wide, "torch"))
     with pytest.raises(ValueError, match=r"up_proj.weight_packed' has integers, but quantization_config excludes"):
         with_targets("re:.*self_attn.*", r"re:.*mlp\.(gate|down).*")
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_of_integers_and_a_router_that_is_not(name: str, family: str, tmp_path: Path) -> None:
+    sizes = BASE | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = (
+        Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
+        if family == "qwen3_moe"
+        else MixtralConfig(**sizes, num_local_experts=4)
+    )
+    integers, wide = save_pair(tmp_path, KINDS[name], initialised(config, 0).bfloat16())
+    forms = stored_forms(load_model_config(integers), torch.float32)
+    assert sum(map(is_expert, forms)) == 2 * 2 * 4 and not [found for found in forms if "router" in found]
+    assert torch.equal(logits(integers, "torch"), logits(wide, "torch"))
+    # Rounded minima may change the choice of an expert.
+    if KINDS[name].symmetric and cpu_extension.load() is not None:
+        assert torch.equal(logits(integers, "cpu"), logits(wide, "cpu"))
 
 
 def test_new_weights_of_another_format_are_loaded_into_a_running_model(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ MODELS: dict[str, Callable[[Path], ModelConfig]] = {
     "Q6_K tied": lambda folder: wide_gguf(folder, Kind.Q6_K),
     "Q5_K tied": lambda folder: wide_gguf(folder, Kind.Q5_K),
     "IQ4_XS tied": lambda folder: wide_gguf(folder, Kind.IQ4_XS),
+    "experts": lambda folder: checkpoint(folder, "qwen3_moe", dtype=BFLOAT16),
+    "experts of 8 bits": lambda folder: gguf(folder, "mixtral", Kind.Q8_0),
 }
 CASES: list[tuple[str, str, dict]] = [
     *((name, "mapped", {}) for name in MODELS),
@@ -49,6 +51,9 @@ CASES: list[tuple[str, str, dict]] = [
     ("float32 norms", "mapped", {"quantization": "int4"}),
     ("8 bits tied", "mapped", {"quantization": "int8"}),
     ("4 bits", "mapped", {"quantization": "int8"}),
+    ("experts", "mapped", {"dtype": "bfloat16"}),
+    ("experts", "mapped", {"quantization": "int8"}),
+    ("experts", "mapped", {"quantization": "int8", "dtype": "float16"}),
 ]
 
 
@@ -108,7 +113,10 @@ def is_mapped(runner: ModelRunner, entry: Path) -> bool:
         if line.endswith(str(entry)):
             places.append([int(part, 16) for part in line.split(" ")[0].split("-")])
     layers = runner.model.layers
-    matrices = [layer.packed for one in layers for layer in (one.qkv_proj, one.gate_up_proj, one.down_proj)]
+    matrices = [layer.packed for one in layers for layer in (one.qkv_proj, one.o_proj)]
+    matrices += [
+        layer.packed for one in layers if hasattr(one, "down_proj") for layer in (one.gate_up_proj, one.down_proj)
+    ]
     found = {any(start <= matrix.data_ptr() < end for start, end in places) for matrix in matrices}
     assert len(found) == 1
     return found.pop()

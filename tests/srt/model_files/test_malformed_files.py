@@ -67,7 +67,21 @@ PHI = LLAMA | {
     "original_max_position_embeddings": 64,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5] * 3, "long_factor": [2, 3.5] * 3},
 }
-CONFIGS = [LLAMA, QWEN, PHI, *(LLAMA | {"rope_scaling": scaling} for scaling in ROPE.values())]
+QWEN_MOE = QWEN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "layer_types": None,
+    "max_window_layers": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
+CONFIGS = [LLAMA, QWEN, PHI, QWEN_MOE, MIXTRAL, *(LLAMA | {"rope_scaling": scaling} for scaling in ROPE.values())]
 GENERATION = {
     "temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "repetition_penalty": 1.1, "eos_token_id": [2],
 }  # fmt: skip

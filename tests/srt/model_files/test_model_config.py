@@ -61,12 +61,12 @@ def test_an_old_llama_config(load):
     assert load(bare).num_kv_heads == 4 and load(bare).dtype is None
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_without_kv_heads_transformers_knows_their_number(model_type, load):
     bare = {key: value for key, value in LLAMA.items() if key not in ("architectures", "num_key_value_heads")}
     bare |= {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 1024}
     assert load(bare).num_kv_heads == AutoConfig.for_model(**bare).num_key_value_heads
-    if model_type != "mistral":  # transformers refuses null there
+    if model_type in ("llama", "qwen2", "qwen3"):  # transformers refuses null in others
         bare["num_key_value_heads"] = None
         assert load(bare).num_kv_heads == AutoConfig.for_model(**bare).num_key_value_heads == 64
 
@@ -77,19 +77,15 @@ def test_what_transformers_writes(name, tmp_path):
     source.architectures = [f"{type(source).__name__.removesuffix('Config')}ForCausalLM"]
     source.save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
-    assert config.head_dim == (source.head_dim if hasattr(source, "head_dim") else 16)
+    assert config.head_dim == (getattr(source, "head_dim", None) or 16)
     assert config.tie_word_embeddings == source.tie_word_embeddings
     assert config.rope.theta == source.rope_parameters["rope_theta"]
     assert config.rms_norm_eps == source.rms_norm_eps
-    assert config.qk_norm == (source.model_type == "qwen3")
+    assert config.qk_norm == (source.model_type in ("qwen3", "qwen3_moe"))
     assert config.qkv_bias == (source.model_type == "qwen2" or getattr(source, "attention_bias", False))
     assert config.o_bias == getattr(source, "attention_bias", False)
-    expected = {
-        "mistral_window": (7, 7, 7),
-        "phi3": (6, 6, 6),
-        "qwen2_upper_window": (None, 9, 9),
-        "qwen3_layer_types": (5, None, 5),
-    }
+    seven, some = (7, 7, 7), {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5)}
+    expected = {"mistral_window": seven, "mixtral_window": seven, "phi3": (6, 6, 6)} | some
     assert config.sliding_windows == expected.get(name, (None,) * 3)
 
 
@@ -362,7 +358,6 @@ def test_an_embedding_model_may_name_the_pooling_of_its_last_token(tmp_path, poo
     ("options", "message"),
     [
         ({"arch": "gpt2"}, "gpt2.*llama, qwen2, qwen3, phi3"),
-        ({"extra": [("add_expert_count", 8)]}, "8 experts"),
         ({"extra": [("add_pooling_type", gguf.PoolingType.MEAN)]}, "pooling_type=1 is not supported"),
         ({"extra": [("add_sliding_window", 16)]}, "attention.sliding_window"),
         ({"extra": [("add_logit_scale", 2.0)]}, "logit_scale"),
@@ -391,7 +386,9 @@ def test_a_config_made_by_hand():
         ModelConfig(architecture="Other", **sizes)
     with pytest.raises(ValueError, match="sliding windows"):
         ModelConfig(architecture="LlamaForCausalLM", **sizes, sliding_windows=(3,))
-    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")}
+    assert set(FAMILIES) == {
+        f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Qwen3Moe", "Mixtral")
+    }
 
 
 def test_needs_neither_torch_nor_transformers():

@@ -1,0 +1,135 @@
+"""The config of a mixture of experts, from config.json and from GGUF files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from gguf_models import write_gguf
+from tiny_models import CONFIGS, make_model
+from transformers import AutoConfig
+
+from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.model_config import load_model_config
+
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 131,
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a config.json of these settings."""
+
+    def load(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return load_model_config(tmp_path)
+
+    return load
+
+
+EXPERTS = {
+    "qwen3_moe": ExpertsConfig(
+        num_experts=6, num_experts_per_token=3, intermediate_size=32, normalized=True, dense_layers=(1,)
+    ),
+    "qwen3_moe_sparse": ExpertsConfig(num_experts=5, num_experts_per_token=2, intermediate_size=64, normalized=False),
+    "qwen3_moe_all": ExpertsConfig(num_experts=8, num_experts_per_token=4, intermediate_size=32, normalized=True),
+    "mixtral": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=96, normalized=True),
+    "mixtral_window": ExpertsConfig(num_experts=3, num_experts_per_token=1, intermediate_size=96, normalized=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_transformers_writes(name, tmp_path):
+    CONFIGS[name]().save_pretrained(tmp_path)
+    config = load_model_config(tmp_path)
+    assert config.experts == EXPERTS.get(name)
+    widths = {"qwen3_moe": (96, 32), "qwen3_moe_sparse": (64,), "qwen3_moe_all": (32,)}
+    assert config.feed_forward_widths == widths.get(name, (96,))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_defaults_of_experts_are_those_of_transformers(model_type, load):
+    bare = {key: value for key, value in QWEN_MOE.items() if key != "architectures"} | {"model_type": model_type}
+    config, theirs = load(bare), AutoConfig.for_model(**bare)
+    assert config.experts == ExpertsConfig(
+        num_experts=theirs.num_experts,
+        num_experts_per_token=theirs.num_experts_per_tok,
+        intermediate_size=theirs.moe_intermediate_size if model_type == "qwen3_moe" else theirs.intermediate_size,
+        normalized=model_type == "mixtral",
+    )
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"] and config.rms_norm_eps == theirs.rms_norm_eps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "a token must have from 1 to 4 experts.*got 5"),
+        ({"num_experts": 4, "num_local_experts": 5}, "num_experts is 4, but num_local_experts is 5"),
+        ({"num_experts": 0}, "num_experts must be an integer from 1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer from 1"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of integers of at least 0"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of integers of at least 0"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ({"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers with use_sliding_window"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, "layer_types in a Qwen3Moe config"),
+    ],
+)
+def test_refused_of_experts(load, change, message):
+    with pytest.raises(ValueError, match=message):
+        load(QWEN_MOE | change)
+
+
+def test_layers_of_a_model_with_experts(load):
+    def dense(**change):
+        config = load(QWEN_MOE | change)
+        assert [config.is_sparse(index) for index in range(3)] == [
+            config.experts is not None and index not in config.experts.dense_layers for index in range(3)
+        ]
+        return None if config.experts is None else config.experts.dense_layers
+
+    assert dense() == () and dense(num_experts=16, num_local_experts=16) == ()
+    assert dense(decoder_sparse_step=2) == (0, 2)
+    assert dense(mlp_only_layers=[2, 9]) == (2,)
+    assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) is None
+    assert load(QWEN_MOE | {"decoder_sparse_step": 4}).feed_forward_widths == (96,)
+    real = QWEN_MOE | {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 48}
+    assert load(real).sliding_windows == (None,) * 3
+    window = {"use_sliding_window": True, "sliding_window": 8}
+    assert load(QWEN_MOE | window).sliding_windows == (8,) * 3
+
+
+@pytest.mark.parametrize(("name", "arch"), [("mixtral", "llama"), ("qwen3_moe_all", "qwen3moe")])
+def test_gguf_files(tmp_path, name, arch):
+    model = make_model(name)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, arch))
+    assert config.architecture == type(model).__name__ and config.experts == EXPERTS[name]
+    # llama.cpp divides the weights of all files by their sum
+    model.config.norm_topk_prob = False
+    assert load_model_config(write_gguf(tmp_path / "m.gguf", model, arch)).experts == EXPERTS[name]
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "message"),
+    [
+        ("qwen3", {"expert_count": 8}, "a mixture of 8 experts is not supported with qwen3"),
+        ("llama", {"expert_count": 8}, "llama.expert_used_count must be an integer"),
+        ("llama", {"expert_count": 8, "expert_used_count": 9}, "from 1 to 8 experts.*got 9"),
+        ("qwen3moe", {}, "qwen3moe.expert_count must be an integer"),
+        ("llama", {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2}, "expert_gating_func=2"),
+        ("qwen3moe", {"expert_count": 8, "expert_used_count": 2, "expert_shared_count": 1}, "expert_shared_count=1"),
+    ],
+)
+def test_gguf_files_that_are_refused(tmp_path, arch, keys, message):
+    model = make_model("qwen3")
+    path = write_gguf(tmp_path / "m.gguf", model, arch, keys=keys)
+    with pytest.raises(ValueError, match=message):
+        load_model_config(path)
