@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from cpu_models import VARIANTS, make_cpu_runner
+from cpu_models import CONFIG, VARIANTS, make_cpu_runner
 from runner_driver import RunnerDriver, relative_error
 
 from tercet.model_executor import cpu_extension
+from tercet.srt.model_files.experts_config import ExpertsConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -37,6 +40,27 @@ def test_batches_of_any_size(make_driver):
     for size in (2, 3, 7, 8, 16, 31, 64):
         driver = make_driver()
         rows = rng.permutation(np.arange(1, 65))[:size].tolist()
+        driver.extend({row: prompts[row] for row in rows}, new_rows=[driver.add(row) for row in rows])
+        driver.decode(rows, [5] * size)
+        for index, row in enumerate(rows):
+            assert torch.equal(driver.logits[-1][index], alone[row]), (size, row)
+
+
+def test_experts_in_batches_of_any_size(make_driver):
+    """Tokens choose their experts alone, and an expert computes those of several requests at once."""
+    experts = ExpertsConfig(num_experts=6, num_experts_per_token=3, intermediate_size=64, normalized=True)
+    config = replace(CONFIG, architecture="Qwen3MoeForCausalLM", experts=experts)
+    driver = make_driver(config=config)
+    rng = np.random.default_rng(1)
+    prompts = {row: rng.integers(0, 301, 1 + row * 7 % 30) for row in range(1, 17)}
+    alone = {}
+    for row, ids in prompts.items():
+        driver.extend({row: ids}, new_rows=[driver.add(row)])
+        driver.decode([row], [5])
+        alone[row] = driver.logits[-1][0]
+    for size in (2, 7, 16):
+        driver = make_driver(config=config)
+        rows = rng.permutation(np.arange(1, 17))[:size].tolist()
         driver.extend({row: prompts[row] for row in rows}, new_rows=[driver.add(row) for row in rows])
         driver.decode(rows, [5] * size)
         for index, row in enumerate(rows):
