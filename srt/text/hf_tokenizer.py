@@ -6,6 +6,7 @@ and their names, `chat_template.jinja` (or `tokenizer_config.json`) the chat tem
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,11 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # `transformers` and its many dependencies can raise any error
+        # From a folder without any file of a tokenizer, the library's reason is that packages are missing.
+        has_none = ", which has no tokenizer.json" if os.path.isdir(name_or_path) else ""
         raise ValueError(
-            f"cannot load a tokenizer from {name_or_path!r}; --tokenizer-path names another one, and "
-            f"--skip-tokenizer-init loads none: {error}"
+            f"cannot load a tokenizer from {name_or_path!r}{has_none}; --tokenizer-path names another one, and "
+            f"--skip-tokenizer-init loads none: {' '.join(str(error).split())}"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

@@ -164,8 +164,10 @@ def test_no_chat_template_is_said():
 def test_nothing_to_load_is_a_value_error(tmp_path):
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "absent"):
-        with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        with pytest.raises(ValueError, match="cannot load a tokenizer") as error:
             load_tokenizer(str(path))
+        assert ("which has no tokenizer.json" in str(error.value)) == path.exists()
+        assert "\n" not in str(error.value), "an error is one line of a log"
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
