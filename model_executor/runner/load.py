@@ -118,6 +118,9 @@ class _RunnerBuilder:
             check_host_kv(self._host_kv_bytes, host_memory().available, on_cpu=False)
         elif config.load_format == "dummy":
             check_random_weights(self.weight_bytes, host_memory().available)
+        # Before what takes long, and takes memory for each row. The runner that is measured and the runner that serves
+        # share it, so that the measurement includes it.
+        self.table = _table(settings)
         self.parameters: Parameters = load_parameters(
             config,
             settings.dtype,
@@ -137,8 +140,6 @@ class _RunnerBuilder:
             self.uploads,
             use_kernels=settings.attention_backend == "triton",
         )
-        # Shared by the runner that is measured and the runner that serves, so that the measurement includes it.
-        self.table = _table(settings)
         self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, settings.kv_dtype
         )
