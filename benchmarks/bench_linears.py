@@ -246,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_shape(args.model_path)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if config.experts is not None:
+        parser.error("--model-path must be a model without experts, because a step does not multiply all experts")
     here = kinds_here(config)
     names = list(here) if args.kinds is None else args.kinds.split(",")
     if not set(names) <= set(here):

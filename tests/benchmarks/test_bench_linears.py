@@ -31,6 +31,12 @@ def test_every_kind_is_right_and_timed(tmp_path: Path, capsys: pytest.CaptureFix
         assert most / 1000 < one["relative_error"] < most
 
 
+def test_a_model_with_experts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_linears.main(["--model-path", "qwen3-30b-a3b"])
+    assert "--model-path must be a model without experts" in capsys.readouterr().err
+
+
 def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_linears.main(["--kinds", "fp32,fp7"])

@@ -11,6 +11,7 @@ from runners import make_settings
 from toy_runner import TOY, TOY_QWEN
 
 from tercet.model_executor.runner.kv_identity import kv_identity
+from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import LongRopeScaling, RopeConfig
 
@@ -28,6 +29,13 @@ def test_settings_that_kv_does_not_depend_on_share_their_files() -> None:
 def test_other_settings_do_not(settings: dict[str, object]) -> None:
     assert identity() != identity(**settings)
     assert identity() != identity(TOY_QWEN)
+
+
+def test_other_experts_do_not() -> None:
+    experts = ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=32, normalized=True)
+    config = dataclasses.replace(TOY, experts=experts)
+    unnormalized = dataclasses.replace(config, experts=dataclasses.replace(experts, normalized=False))
+    assert len({identity(), identity(config), identity(unnormalized)}) == 3
 
 
 def test_a_context_with_other_frequencies_does_not() -> None:
