@@ -237,14 +237,16 @@ inline at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& o
   return graph ? graph->arena().empty(sizes, options) : at::empty(sizes, options);
 }
 
-/// The weight of the next linear layer, or none. `weight` is this one's.
-template <typename Weight>
-std::shared_ptr<const NextWeight> next_weight(const Weight& weight, int64_t num_panels) {
+/// The weight of the next linear layer, or none. `weight` is this one's, which the layer before prefetches.
+inline std::shared_ptr<const NextWeight> next_weight(const NextWeight& weight) {
   static const auto none = std::make_shared<const NextWeight>();
   Graph* graph = Graph::recording();
-  if (!graph) return none;
-  return graph->add_weight(
-      {reinterpret_cast<const char*>(weight.panels), weight.panel_distance(), num_panels});
+  return graph ? graph->add_weight(weight) : none;
+}
+
+template <typename Weight>
+std::shared_ptr<const NextWeight> next_weight(const Weight& weight, int64_t num_panels) {
+  return next_weight({reinterpret_cast<const char*>(weight.panels), weight.panel_distance(), num_panels});
 }
 
 inline std::shared_ptr<StepPlan> step_plan(const AttentionBatch& batch, int64_t bytes_per_number) {

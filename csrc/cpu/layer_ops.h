@@ -95,20 +95,19 @@ void with_form(const Tensor& packed, const F& f) {
   }
 }
 
-/// Calls f(X(), numbers of x, weight) with a quantised weight whose numbers are converted to X, the type of x. `Kind`:
+/// Calls f(X(), X(), weight) with a quantised weight whose numbers are converted to X, the type of x. `Kind`:
 /// WidenedPacked or RoundedPacked
 template <template <typename> typename Kind, typename X, typename F>
 void with_stored_weight(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
-  with_form<Kind>(packed, [&]<typename Weight>() {
-    f(X(), x.const_data_ptr<X>(), quantized_weight<Weight>(x, packed, bias, columns));
-  });
+  with_form<Kind>(
+      packed, [&]<typename Weight>() { f(X(), X(), quantized_weight<Weight>(x, packed, bias, columns)); });
 }
 
-/// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type, or is compact or quantised;
-/// under an x of float it may also be bfloat16. Numbers of x may be widened to float.
+/// Calls f(T(), X(), weight) with the type of x, T, and the type X that its numbers are converted to: T, or float. The
+/// weight has the type T, or is compact or quantised; under an x of float it may also be bfloat16. X depends on T alone.
 template <typename F>
-void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
+void with_kind(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
   check_rows(x, columns);
   if (bias) check(*bias, "bias", at::kFloat, {ceil_div(columns, kPanel), kPanel});
   if (is_compact(packed)) {
@@ -120,7 +119,7 @@ void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& 
       TORCH_CHECK(
           packed.size(0) == ceil_div(columns, kPanel) && weight.k == x.size(1),
           "packed has ", packed.size(0), " panels of ", weight.k, " numbers a column");
-      f(at::BFloat16(), x.const_data_ptr<at::BFloat16>(), weight);
+      f(at::BFloat16(), at::BFloat16(), weight);
     }
   } else if (packed.scalar_type() == at::kByte) {
     if (x.scalar_type() == at::kFloat) {
@@ -134,14 +133,24 @@ void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& 
     with_stored_weight<RoundedPacked, at::BFloat16>(x, packed, bias, columns, f);
 #endif
   } else if (x.scalar_type() == at::kBFloat16 && Tuning::get().widens_bfloat16) {
-    const auto weight = packed_weight<at::BFloat16, float>(x, packed, bias, columns);
-    f(at::BFloat16(), widened_rows(x).const_data_ptr<float>(), weight);
+    f(at::BFloat16(), float(), packed_weight<at::BFloat16, float>(x, packed, bias, columns));
   } else {
     with_packed_types(x, packed, [&]<typename X, typename T>(X, T) {
       if constexpr (kMultipliesBFloat16 || std::is_same_v<X, float>)
-        f(X(), x.const_data_ptr<X>(), packed_weight<T, X>(x, packed, bias, columns));
+        f(X(), X(), packed_weight<T, X>(x, packed, bias, columns));
     });
   }
+}
+
+/// Calls f(T(), numbers of x, weight) as `with_kind` says. The numbers may have been widened to float.
+template <typename F>
+void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
+  with_kind(x, packed, bias, columns, [&]<typename T, typename X>(T, X, const auto& weight) {
+    if constexpr (std::is_same_v<T, X>)
+      f(T(), x.const_data_ptr<X>(), weight);
+    else
+      f(T(), widened_rows(x).const_data_ptr<float>(), weight);
+  });
 }
 
 inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {

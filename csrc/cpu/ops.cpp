@@ -4,6 +4,7 @@
 
 #include "attention_ops.h"
 #include "choice_ops.h"
+#include "experts_ops.h"
 #include "layer_ops.h"
 #include "onednn.h"
 #include "rates.h"
@@ -56,6 +57,14 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def(
       "quantized_linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
       &quantized_linear_silu_mul_op);
+  m.def(
+      "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, int n, int per_token, bool normalized) "
+      "-> Tensor",
+      &experts_op);
+  m.def(
+      "quantized_experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, int n, int per_token, "
+      "bool normalized, int bits) -> Tensor",
+      &quantized_experts_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
   m.def(
       "rotate_and_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, "
