@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ...srt.machine.huge_pages import zeroed
+from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
 from .embedding import Embedding
+from .experts import ExpertWeights
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .output_head import GreedyHead, GreedyLayer, OutputHead
@@ -66,6 +68,36 @@ class CpuGatedLinear:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.linear_silu_mul(x, self.packed, self.bias, self.num_out)
+
+
+class CpuExperts:
+    """`ComposedExperts` as one operation on packed weights, which may be part of a recorded step."""
+
+    def __init__(
+        self,
+        router: Layer,
+        experts: Sequence[ExpertWeights],
+        config: ExpertsConfig,
+        *,
+        compact: bool = False,
+        rounds_to_integers: bool = False,
+    ) -> None:
+        """`router`: gives logits in float32. `compact`: see `panels_of`. `rounds_to_integers`: weights of 8 or 4 bits
+        multiply rows of integers."""
+        self._router = router
+        self._bits: int | None = None
+        self.gate_ups: list[torch.Tensor] = []
+        self.downs: list[torch.Tensor] = []
+        for gate_up, down in experts:
+            if rounds_to_integers:
+                self._bits = down.bits
+            self.gate_ups.append(pack_gated(gate_up, compact=compact))
+            self.downs.append(pack(down, compact=compact))
+        self._options = config.intermediate_size, config.num_experts_per_token, config.normalized
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        arguments = x, self._router(x), self.gate_ups, self.downs, *self._options
+        return _ops.experts(*arguments) if self._bits is None else _ops.quantized_experts(*arguments, self._bits)
 
 
 class PackedEmbedding:
@@ -179,6 +211,7 @@ class CpuFloatLayers(CpuLayers):
     """All layers on compiled operations."""
 
     compiled = True
+    compiled_experts = True
 
     def __init__(self, dtype: torch.dtype, *, compact: bool = False) -> None:
         """`dtype`: type of the activations. `compact`: weights of bfloat16 are compact, as `panels_of` says."""
@@ -190,6 +223,9 @@ class CpuFloatLayers(CpuLayers):
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return CpuGatedLinear(weight, bias, compact=self._compact)
+
+    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+        return CpuExperts(self.router(router), experts, config, compact=self._compact)
 
     def head(self, weight: Any) -> Layer:
         return CpuLinear(weight, to_float=True, compact=self._compact)

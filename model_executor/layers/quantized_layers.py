@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ...srt.model_files.experts_config import ExpertsConfig
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
+from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
+from .experts import ExpertWeights
 from .kinds import Layer
 from .linear import Linear
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
@@ -57,12 +60,18 @@ class QuantizedLayers(CpuLayers):
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype`: type of the activations."""
         self._dtype = dtype
+        self.compiled_experts = cpu_extension.multiplies(dtype)  # else torch multiplies the router
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return QuantizedLinear(weight, bias)
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return QuantizedGatedLinear(weight, bias)
+
+    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+        if not self.compiled_experts:
+            return super().experts(router, experts, config)
+        return CpuExperts(self.router(router), experts, config, rounds_to_integers=True)
 
     def head(self, weight: Any) -> Layer:
         return QuantizedLinear(weight, to_float=True)

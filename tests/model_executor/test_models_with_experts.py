@@ -1,0 +1,112 @@
+"""Models with experts on the compiled operations of a CPU: transformers' logits, and the same bits in every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cpu_models import CONFIG, VARIANTS, make_cpu_runner
+from runner_driver import RunnerDriver, relative_error, short_logits
+from runners import make_runner
+from tiny_models import checkpoint, make_model, reference_logits, save
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers import packing
+from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.model_executor.weights import packed_cache, packed_file
+from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.model_config import load_model_config
+
+pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+
+EXPERTS = ExpertsConfig(num_experts=7, num_experts_per_token=3, intermediate_size=64, normalized=True)
+CONFIG_WITH_EXPERTS = replace(CONFIG, architecture="Qwen3MoeForCausalLM", experts=EXPERTS)
+MODELS = ["qwen3_moe", "qwen3_moe_sparse", "mixtral", "mixtral_window"]
+
+
+def compiled_runner(runner: ModelRunner) -> ModelRunner:
+    from tercet.model_executor.layers.cpu_layers import CpuExperts  # needs the operations
+
+    assert runner.model.compiled and isinstance(runner.model.layers[0].experts, CpuExperts)
+    return runner
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    config = load_model_config(save(model, tmp_path))
+    options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 6, "attention_backend": "cpu"}
+    driver = RunnerDriver(compiled_runner(make_runner(config, **options)))
+    ids = np.random.default_rng(1).integers(0, 131, 50)
+    expected = reference_logits(model, ids.tolist())
+    for row, chunks in enumerate(([50], [1], [17, 9, 16], [2, 30]), start=1):
+        for position, logits in driver.logits_along(row, ids, chunks).items():
+            assert relative_error(logits, expected[position]) < 1e-4, (chunks, position)
+
+    tokens = ids[:9].tolist()
+    driver.extend({6: tokens}, new_rows=[driver.add(6)])
+    for _ in range(12):
+        wanted = int(reference_logits(model, tokens)[-1].argmax())
+        assert int(driver.logits[-1][0].argmax()) == wanted
+        tokens.append(wanted)
+        driver.decode([6], [wanted])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
+def test_every_step_has_the_same_bits(variant: tuple[str, str | None, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request alone, in batches, in chunks, and in recorded and launched steps."""
+    monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
+    rng = np.random.default_rng(3)
+    prompts = {row: rng.integers(0, 301, length) for row, length in enumerate((70, 1, 33, 5, 12), start=1)}
+    rows = list(prompts)
+
+    def driver(**options: object) -> RunnerDriver:
+        runner = make_cpu_runner(variant, CONFIG_WITH_EXPERTS, max_running_requests=6, **options)
+        return RunnerDriver(compiled_runner(runner))
+
+    alone = driver()
+    assert isinstance(alone.runner._recorded, CpuGraphRunner)
+    expected = {}
+    for row, ids in prompts.items():
+        alone.extend({row: ids[:20]}, new_rows=[alone.add(row)])
+        if len(ids) > 20:
+            alone.extend({row: ids[20:]})
+        alone.decode([row], [5])
+        expected[row] = alone.logits[-1][0]
+    for options in ({}, {"disable_cuda_graph": True}):
+        batch = driver(**options)
+        batch.extend(prompts, new_rows=[batch.add(row) for row in prompts])
+        batch.decode(rows[::-1], [5] * len(rows))
+        for logits, row in zip(batch.logits[-1], rows[::-1], strict=True):
+            assert torch.equal(logits, expected[row]), (options, row)
+
+
+def test_float16_with_quantized_weights_has_composed_experts() -> None:
+    """No compiled operation multiplies the router in float16, so its steps are not recorded."""
+    runner = make_cpu_runner(("float16", "int8", 1), CONFIG_WITH_EXPERTS, max_running_requests=6)
+    assert not runner.model.compiled and runner._recorded is None
+    reference = make_cpu_runner(("float32", "int8", 1), CONFIG_WITH_EXPERTS, max_running_requests=6)
+    assert relative_error(short_logits(runner), short_logits(reference)) < 0.02
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_the_cache_has_packed_experts(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_file, "bytes_on_huge_pages", lambda memory: memory.nbytes)
+    config, folder = checkpoint(tmp_path / "model", "qwen3_moe_sparse"), tmp_path / "cache"
+    options = {"max_total_tokens": 256, "max_running_requests": 3, "attention_backend": "cpu", "dtype": "float32"}
+
+    def runner(**others: object) -> ModelRunner:
+        return compiled_runner(make_runner(config, quantization=quantization, **options, **others))
+
+    expected = short_logits(runner())
+    assert torch.equal(short_logits(runner(weight_cache=str(folder))), expected)
+    assert list(folder.glob("*.packed"))
+    monkeypatch.setattr(packing, "on_huge_pages", None)  # nothing is packed again
+    monkeypatch.setattr(packed_cache, "write_packed", None)
+    assert torch.equal(short_logits(runner(weight_cache=str(folder))), expected)
