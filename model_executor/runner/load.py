@@ -187,7 +187,8 @@ class _RunnerBuilder:
         """
         settings, config = self.settings, self.config
         num_rows = settings.max_choices
-        compiled = self._layers(settings, settings.attention_backend).compiled
+        layers = self._layers(settings, settings.attention_backend)
+        compiled = layers.compiled and (layers.compiled_experts or config.experts is None)
         step_bytes = partial(
             activation_bytes,
             config,

@@ -24,7 +24,7 @@ _SCORE_BYTES = 3 * _FLOAT_BYTES
 _SPLIT = 256
 """Keys of a split: `kSplit` of csrc/cpu/attention_plan.h."""
 _WIDTH = 32
-"""A saved result has a multiple of this many numbers, or of a half of it."""
+"""A saved result, and a row of the sums of experts, has a multiple of this many numbers, or of a half of it."""
 _SCRATCH_BYTES_OF_GROUP = 2 * GROUP + 12
 """Bytes per group of activations quantized to 8 bits (csrc/cpu/quantized.h): values of at most 2 bytes, and 12 more."""
 
@@ -55,10 +55,13 @@ def activation_bytes(
         attention += (2 * q_size + 2 * kv_size) * 2 * _FLOAT_BYTES  # rotated in float32
         feed_forward += 2 * inter * dtype.itemsize  # the outputs of the gate and up projections
     if config.experts is not None:
-        experts = (4 * hidden + q_size) * dtype.itemsize + _expert_bytes(config.experts, hidden, dtype)
+        bytes_of = _compiled_expert_bytes if compiled else _expert_bytes
+        experts = (4 * hidden + q_size) * dtype.itemsize + bytes_of(config.experts, hidden, dtype)
         feed_forward = max(feed_forward, experts)
     in_a_norm = 0 if compiled else 2 * hidden * _FLOAT_BYTES
     widest = max(hidden, q_size, *config.feed_forward_widths)
+    if compiled and config.experts is not None:  # their input and the products of gate and up exist together
+        widest = max(widest, hidden + config.experts.num_experts_per_token * config.experts.intermediate_size)
     scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else widest * _FLOAT_BYTES if widened else 0
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     return tokens * (max(attention, feed_forward) + in_a_norm + scratch) + rows * config.vocab_size * per_logit
@@ -72,6 +75,14 @@ def _expert_bytes(experts: ExpertsConfig, hidden: int, dtype: torch.dtype) -> in
     sums = 4 * hidden * _FLOAT_BYTES
     # The tokens of an expert, its gate and up projections, their product and its output; the two places of a token.
     return choice + sums + (2 * hidden + 3 * experts.intermediate_size) * dtype.itemsize + 2 * 8
+
+
+def _compiled_expert_bytes(experts: ExpertsConfig, hidden: int, dtype: torch.dtype) -> int:
+    """The same for the compiled operation (csrc/cpu/experts_ops.h)."""
+    # Logits; expert, token and weight of each choice, by token and by expert.
+    choice = experts.num_experts * _FLOAT_BYTES + experts.num_experts_per_token * 4 * _FLOAT_BYTES
+    sums = -(-hidden // _WIDTH) * _WIDTH * _FLOAT_BYTES
+    return choice + sums + experts.num_experts_per_token * experts.intermediate_size * dtype.itemsize
 
 
 def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk: int, rows: int, longest: int) -> int:

@@ -33,6 +33,7 @@ SHAPES = {
     "heads": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
     "vocabulary": {"vocab_size": 100_000},
     "experts": {"experts": EXPERTS},
+    "many experts": {"experts": replace(EXPERTS, num_experts_per_token=32, intermediate_size=96)},
     "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
 }
 
