@@ -30,6 +30,8 @@ from tercet.benchmarks.presets import load_shape  # noqa: E402
 from tercet.model_executor.attention import registry, triton_backend  # noqa: E402
 from tercet.model_executor.kernels import (  # noqa: E402
     decode_attention,
+    expert_choice,
+    experts,
     extend_attention,
     fp8_linear,
     fused_decode,
@@ -43,7 +45,8 @@ from tercet.model_executor.runner import settings  # noqa: E402
 _FUSED, _DEPENDENT = "+fused", "+dependent"
 """Endings of a model: its server has --fuse-small-steps; it has --dependent-launch, too."""
 _THAT_ASK_FOR_THE_DEVICE = (
-    registry, triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode, rotary, skinny_linear
+    registry, triton_backend, decode_attention, expert_choice, experts, extend_attention, fp8_linear, fused_decode,
+    rotary, skinny_linear,
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ _LESS_MEMORY = {"sm_89": GPUTarget("cuda", 89, 32)}
 """Only the largest tiles are compiled for it (test_compile_less_memory.py)."""
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a block in bytes. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
-_SHARED_OF_ALL = 228 * 1024
+SHARED_OF_ALL = 228 * 1024
 """Shared memory of a multiprocessor of sm_90. Each block takes 1 KB more than it asks for. Source as above."""
 _ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
 _binders: dict[tuple[str, str, str], Callable[..., Any]] = {}
@@ -172,7 +172,7 @@ def assert_plan_holds(resources: Resources, shape: Shape, page_size: int = 1) ->
     if resources.kernel == "_decode_split_kernel":
         planned = decode_tile("sm_90", shape.head_dim, fp8=shape.fp8, page_size=page_size).programs
         fit = programs_that_fit(planned, resources.registers, resources.threads)
-        assert fit == planned and planned * (resources.shared + 1024) <= _SHARED_OF_ALL, resources
+        assert fit == planned and planned * (resources.shared + 1024) <= SHARED_OF_ALL, resources
     if resources.kernel == "_fused_decode_kernel":
         assert programs_that_fit(2, resources.registers, resources.threads) == 2, resources
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import compiled_attention
 import compiled_dependent
+import compiled_experts
 import compiled_fp8
 import compiled_hopper
 import compiled_others
@@ -34,6 +35,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = (
     | compiled_fp8.CASES
     | compiled_others.CASES
     | compiled_dependent.CASES
+    | compiled_experts.CASES
     | compiled_hopper.CASES
 )
 

@@ -10,6 +10,7 @@ import dataclasses
 
 import compiled_attention
 import compiled_dependent
+import compiled_experts
 import compiled_fp8
 import compiled_hopper
 import compiled_others
@@ -43,6 +44,14 @@ def test_fp8_products_are_asynchronous(version: str, case: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_fp8.assert_multiplies_fp8(resources)
+
+
+@pytest.mark.parametrize("case", compiled_experts.CASES)
+@pytest.mark.parametrize("version", OTHERS)
+def test_products_of_grouped_rows_are_asynchronous(version: str, case: str) -> None:
+    for resources in compiled_with(version)[case]:
+        assert_fits(resources, "sm_90")
+        compiled_experts.assert_multiplies_grouped_rows(resources)
 
 
 @pytest.mark.parametrize("case", compiled_others.CASES)

@@ -1,0 +1,217 @@
+"""The feed-forward layers of a mixture of experts: products of grouped rows, and the sum over a token's experts.
+
+    out = sum over the chosen experts of weight * down(silu(gate x) * up x)
+
+`choose_experts` groups the (token, expert) pairs by expert, in tiles. A program of a product has the outputs of a tile
+for some columns of the expert's weight. Weights are tensors of their own: a table on the device has their addresses.
+So a model is loaded and updated in place as any other, and no weight is stacked.
+
+The grid has a program for each tile that may exist, so that it depends on shapes only. Those of tiles that do not exist
+return at once.
+
+A row has the same bits in every batch. The number of tokens decides only the height of a tile, 64 or 128. Its width and
+its instruction stay, and in the tile of 128 rows, each of two groups of warps does what the tile of 64 rows does. One
+row takes as many products as 64. They cost no time: few rows take as long as reading the weights.
+
+A step takes five launches of up to 32 tokens, and six of more: two or three for the choice, the gated product, the
+product after it, and the sum. No GPU has run these kernels yet: they are tested in Triton's interpreter, and compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .bound import bound
+from .expert_choice import ExpertPairs, choose_experts, choose_experts_ref
+from .primitives import dot, has_dense_rows, is_interpreted
+from .tuning import INTERPRETER, arch_of, cdiv
+
+ALIGNMENT = 16
+"""Each weight begins at a multiple of this many bytes, so that copies of 16 bytes can read it."""
+_SUM_BLOCK = 1024
+
+
+class _Tile(NamedTuple):
+    low: int
+    """rows of a tile of few tokens"""
+    high: int
+    """rows of a tile of many tokens"""
+    columns: int
+    """of a weight. A gated product has half of them for the gate, and half for the other factor"""
+    block_k: int
+    stages: tuple[int, int]
+    """pipeline stages of the tiles of few and of many tokens"""
+
+
+_TILES = {2: _Tile(64, 128, 128, 64, (4, 3)), 4: _Tile(32, 32, 32, 32, (2, 2))}
+"""By the bytes of a number. Tiles in flight take 96 KB: less than a block may have on sm_89, and less than half of what
+sm_90 has. float32 has no matrix units on NVIDIA, so its operands are in registers."""
+_INTERPRETED_TILE = _Tile(16, 32, 32, 32, (1, 1))
+
+
+class ExpertWeightTables(NamedTuple):
+    """The weights of all experts of a layer."""
+
+    gate_up: torch.Tensor
+    """int64 [experts], addresses of weights [2 * inter, hidden], the gate's rows first"""
+    down: torch.Tensor
+    """int64 [experts], addresses of weights [hidden, inter]"""
+    hidden: int
+    inter: int
+    dtype: torch.dtype
+
+
+@bound
+@triton.jit
+def _expert_product_kernel(
+    x_ptr, table_ptr, order_ptr, tiles_ptr, num_tiles_ptr, out_ptr, stride_x, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNMENT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    # Programs of the same tile run together, so they share its rows in the cache.
+    tile = tl.program_id(1)
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    record = tiles_ptr + tile * 3
+    address = tl.load(table_ptr + tl.load(record)).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    place = tl.load(record + 1) + tl.arange(0, BLOCK_M)
+    in_rows = place < tl.load(record + 2)
+    pair = tl.load(order_ptr + place, mask=in_rows, other=0)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_columns = column < N
+    # The rows of x are those of tokens before a gate, and those of pairs after it.
+    row = pair // TOP_K if GATED else pair
+    rows = x_ptr + row.to(tl.int64)[:, None] * stride_x
+    weights = tl.multiple_of(address, ALIGNMENT) + column.to(tl.int64)[:, None] * K
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        row_mask, weight_mask = in_rows[:, None], in_columns[:, None]
+        if K % BLOCK_K:
+            row_mask, weight_mask = row_mask & (k < K)[None, :], weight_mask & (k < K)[None, :]
+        x = tl.load(rows + k[None, :], mask=row_mask, other=0.0)
+        weight = tl.load(weights + k[None, :], mask=weight_mask, other=0.0)
+        total = dot(x, tl.trans(weight), total, WIDEN)
+        if GATED:
+            up = tl.load(weights + N * K + k[None, :], mask=weight_mask, other=0.0)
+            total_up = dot(x, tl.trans(up), total_up, WIDEN)
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    out = out_ptr + pair.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@bound
+@triton.jit
+def _expert_sum_kernel(x_ptr, weights_ptr, out_ptr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for pair in range(TOP_K):
+        weight = tl.load(weights_ptr + row * TOP_K + pair)
+        x = tl.load(x_ptr + (row * TOP_K + pair) * WIDTH + i, mask=i < WIDTH, other=0.0)
+        total += weight * x.to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + i, total.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
+
+
+def expert_weight_tables(gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> ExpertWeightTables:
+    """The tables of the addresses of weights. The caller keeps the tensors, and writes new weights in their place.
+
+    gate_up: of each expert, [2 * inter, hidden]. down: [hidden, inter]. All contiguous, of one type and device.
+    """
+    (double, hidden), like = gate_up[0].shape, gate_up[0]
+    assert len(gate_up) == len(down) and double % 2 == 0
+    for weights, shape in ((gate_up, (double, hidden)), (down, (hidden, double // 2))):
+        for weight in weights:
+            assert weight.shape == shape and weight.dtype == like.dtype and weight.device == like.device
+            assert weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
+
+    def table(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.tensor([weight.data_ptr() for weight in weights], dtype=torch.int64, device=like.device)
+
+    return ExpertWeightTables(table(gate_up), table(down), hidden, double // 2, like.dtype)
+
+
+def high_tile_from(dtype: torch.dtype, num_experts: int, top_k: int, device: torch.device) -> int:
+    """The fewest tokens of a step with the higher tile: enough to fill one for each expert."""
+    tile = _tile(dtype, device)
+    return cdiv(tile.high * num_experts, top_k)
+
+
+def experts_forward(
+    x: torch.Tensor, router: torch.Tensor, weights: ExpertWeightTables, top_k: int, *, normalized: bool
+) -> torch.Tensor:
+    """Choose the experts of each token, and add up what they compute: [T, hidden] -> [T, hidden].
+
+    The sum over a token's experts is in float32, in ascending order of experts, and is rounded once. What an expert
+    computes is rounded to x's type, as the output of any linear layer.
+
+    x: [T, hidden], last dimension contiguous. router: [experts, hidden], contiguous. Both of the weights' type.
+    """
+    num_rows, num_experts = len(x), len(router)
+    assert x.shape[1] == weights.hidden and x.dtype == weights.dtype and num_experts == len(weights.down)
+    out = torch.empty((num_rows, weights.hidden), dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return out
+    tile = _tile(x.dtype, x.device)
+    is_high = num_rows >= high_tile_from(x.dtype, num_experts, top_k, x.device)
+    pairs = choose_experts(x, router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low)
+    gated = _product(x, weights.gate_up, pairs, weights.inter, tile, gated=True)
+    computed = _product(gated, weights.down, pairs, weights.hidden, tile, gated=False)
+    _expert_sum_kernel[(num_rows, cdiv(weights.hidden, _SUM_BLOCK))](
+        computed, pairs.weights, out, WIDTH=weights.hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
+    )
+    return out
+
+
+def _product(
+    x: torch.Tensor, table: torch.Tensor, pairs: ExpertPairs, num_out: int, tile: _Tile, *, gated: bool
+) -> torch.Tensor:
+    """The product of each pair with its expert's weight: [pairs, num_out]."""
+    assert has_dense_rows(x)
+    num_pairs, top_k = pairs.experts.numel(), pairs.experts.shape[1]
+    out = torch.empty((num_pairs, num_out), dtype=x.dtype, device=x.device)
+    width = tile.columns // 2 if gated else tile.columns
+    is_high = pairs.tile_rows > tile.low
+    _expert_product_kernel[(cdiv(num_out, width), len(pairs.tiles))](
+        x, table, pairs.order, pairs.tiles, pairs.num_tiles, out, x.stride(0), N=num_out, K=x.shape[1], TOP_K=top_k,
+        GATED=gated, BLOCK_M=pairs.tile_rows, BLOCK_N=width, BLOCK_K=tile.block_k, ALIGNMENT=ALIGNMENT,
+        WIDEN=is_interpreted(_expert_product_kernel) and x.dtype == torch.bfloat16, num_warps=8 if is_high else 4,
+        num_stages=_stages(tile, x.device)[is_high],
+    )  # fmt: skip
+    return out
+
+
+def _tile(dtype: torch.dtype, device: torch.device) -> _Tile:
+    return _INTERPRETED_TILE if arch_of(device) == INTERPRETER else _TILES[dtype.itemsize]
+
+
+def _stages(tile: _Tile, device: torch.device) -> tuple[int, int]:
+    """AMD has 64 KB of shared memory for a block."""
+    return (2, 2) if arch_of(device).startswith("gfx") else tile.stages
+
+
+def experts_forward_ref(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    top_k: int,
+    *,
+    normalized: bool,
+) -> torch.Tensor:
+    """`experts_forward` in plain torch, without a rounding before the end."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    pairs = choose_experts_ref(x, router, top_k, normalized=normalized, tile_rows=1)
+    out = torch.zeros_like(x, dtype=wide)
+    for row, experts in enumerate(pairs.experts.tolist()):
+        for expert, weight in zip(experts, pairs.weights[row], strict=True):
+            gate, up = (x[row].to(wide) @ gate_up[expert].to(wide).T).chunk(2)
+            out[row] += weight * ((torch.nn.functional.silu(gate) * up) @ down[expert].to(wide).T)
+    return out.to(x.dtype)

@@ -1,0 +1,58 @@
+"""The launches of a mixture of experts, for the shapes of serving, and checks of their machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from serving_shapes import meta
+from triton_aot import SHARED_OF_ALL, Launch, Resources, recorded
+
+from tercet.model_executor.kernels import expert_choice, experts
+from tercet.model_executor.kernels.tuning import programs_that_fit
+
+MODELS = {
+    "qwen3-30b": (2048, 768, 128, 8, True),
+    "mixtral-8x7b": (4096, 14336, 8, 2, True),
+}
+"""Width of the hidden state, width of an expert, experts, experts of a token, and whether weights are normalised."""
+TOKENS = {"few": 4, "some": 100, "many": 4096}
+"""Numbers of tokens that have other kernels: one program chooses, more do, and tiles are higher."""
+
+
+def expert_launches(model: str, tokens: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+    """The launches of one layer."""
+    hidden, inter, num_experts, top_k, normalized = MODELS[model]
+    weights = [meta(2 * inter, hidden, dtype=dtype)] * num_experts, [meta(hidden, inter, dtype=dtype)] * num_experts
+    of_target = {"arch_of": lambda device: arch}
+    with patch.multiple(expert_choice, **of_target), patch.multiple(experts, **of_target), recorded() as launches:
+        experts.experts_forward(
+            meta(TOKENS[tokens], hidden, dtype=dtype), meta(num_experts, hidden, dtype=dtype),
+            experts.expert_weight_tables(*weights), top_k, normalized=normalized,
+        )  # fmt: skip
+    return launches
+
+
+CASES: dict[str, Callable[[], list[Launch]]] = {
+    f"experts-{model}, {tokens}": partial(expert_launches, model, tokens, "sm_90")
+    for model, tokens in (("qwen3-30b", "few"), ("qwen3-30b", "many"))
+}
+"""What each Triton compiles for sm_90."""
+
+
+def assert_multiplies_grouped_rows(resources: Resources) -> None:
+    """Checks that products for sm_90 are asynchronous and not serialised, on tiles that are copied ahead by 16 bytes a
+    thread although the addresses of weights come from a table. Two programs fit on a multiprocessor."""
+    counts = resources.counts
+    assert counts is not None
+    if resources.kernel in ("_router_kernel", "_expert_product_kernel"):
+        # A batch for each factor of a gated product. A wait in the loop, and one after it.
+        assert counts.wgmma in (4 * counts.wgmma_batches, 8 * counts.wgmma_batches) and counts.mma == 0, resources
+        assert counts.wgmma_batches <= counts.wgmma_waits == 2, resources
+        assert counts.copies == counts.wide_copies > 0, resources
+        assert programs_that_fit(2, resources.registers, resources.threads) == 2, resources
+        assert 2 * (resources.shared + 1024) <= SHARED_OF_ALL, resources
+    if resources.kernel == "_expert_sum_kernel":
+        assert counts.wide_loads > 0, resources
