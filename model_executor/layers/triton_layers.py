@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from ..kernels.activation import act_and_mul
 from ..kernels.decode_start import decode_start
+from ..kernels.experts import expert_weight_tables, experts_forward
 from ..kernels.rmsnorm import rmsnorm
 from ..kernels.rotary import rotary
 from .attention import QKNorm
 from .decode_start import DecodeStart, StartDecode
 from .embedding import Embedding
+from .experts import ExpertWeights
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
 from .fp8_weight import Fp8Weight
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
@@ -86,6 +90,23 @@ class TritonAttention:
         return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch)
 
 
+class TritonExperts:
+    """A mixture of experts whose launches depend on shapes only, so that a graph may record them."""
+
+    def __init__(self, router: torch.Tensor, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> None:
+        self._router = router
+        self._config = config
+        gate_up, down = zip(*experts, strict=True)
+        self._kept = gate_up, down  # the tables have only their addresses
+        self._tables = expert_weight_tables(gate_up, down)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        config = self._config
+        return experts_forward(
+            x, self._router, self._tables, config.num_experts_per_token, normalized=config.normalized
+        )
+
+
 class TritonLayers(TorchLayers):
     """Norms, rotation, attention, activations and fp8 products on Triton kernels; other products on cuBLAS."""
 
@@ -105,6 +126,9 @@ class TritonLayers(TorchLayers):
         if isinstance(weight, Fp8Weight):
             return Fp8GatedLinear(weight, bias)
         return GatedLinear(weight, bias, activation=act_and_mul)
+
+    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+        return TritonExperts(router, experts, config)
 
     def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
         assert isinstance(embedding, Embedding) and isinstance(rotary, RotaryTable)

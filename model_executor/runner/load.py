@@ -317,6 +317,12 @@ class _RunnerBuilder:
         settings = self.settings
         step_bytes = 0
         tile_tokens = FP8_LOW_TILE if settings.has_fp8_weights else 0
+        if self.config.experts is not None and settings.attention_backend == "triton":
+            from ..kernels.experts import high_tile_from  # importing Triton takes half a second
+
+            experts = self.config.experts
+            first = high_tile_from(settings.dtype, experts.num_experts, experts.num_experts_per_token, settings.device)
+            tile_tokens = max(tile_tokens, first - 1)
         steps = warmup_steps(
             settings.max_running_requests, settings.context_len, settings.max_prefill_tokens, tile_tokens
         )

@@ -242,7 +242,13 @@ def resolve_weights(
 
     Raises ValueError and OSError for a checkpoint that cannot be read.
     """
-    if isinstance(config.quantization, Fp8Config) and backend == "triton" and quantization in (None, FP8):
+    if config.experts is not None and backend == "triton":
+        if quantization == FP8 or isinstance(config.quantization, Fp8Config):
+            raise ValueError(
+                "with triton attention, a mixture of experts needs weights of 16 or 32 bits, but the weights are fp8: "
+                "use a checkpoint without fp8 and no --quantization, or --attention-backend torch"
+            )
+    elif isinstance(config.quantization, Fp8Config) and backend == "triton" and quantization in (None, FP8):
         return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
         rounded = quantized_forms(config, quantization)

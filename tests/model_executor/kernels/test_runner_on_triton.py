@@ -13,7 +13,14 @@ from tercet.srt.model_files.model_config import load_model_config
 
 
 @pytest.mark.parametrize(
-    ("name", "fuse_small_steps"), [("llama", False), ("qwen2_upper_window", False), ("qwen2_upper_window", True)]
+    ("name", "fuse_small_steps"),
+    [
+        ("llama", False),
+        ("qwen2_upper_window", False),
+        ("qwen2_upper_window", True),
+        ("qwen3_moe", False),
+        ("qwen3_moe", True),
+    ],
 )
 def test_logits_equal_transformers(name, fuse_small_steps, tmp_path, monkeypatch):
     # A GPU has no oneDNN, for which a CPU packs weights.

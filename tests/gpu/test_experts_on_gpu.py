@@ -1,0 +1,50 @@
+"""A mixture of experts on a real GPU: its kernels against float64, and a tiny model against plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from expert_layers import draw_layer, draw_rows
+from fused_cases import same_bits
+from gpu_runners import LLAMA, make_runner
+from runner_driver import RunnerDriver, relative_error
+
+from tercet.model_executor.weights import loader
+from tercet.srt.model_files.experts_config import ExpertsConfig
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS = ExpertsConfig(num_experts=16, num_experts_per_token=4, intermediate_size=128, normalized=True)
+CONFIG = dataclasses.replace(LLAMA, architecture="Qwen3MoeForCausalLM", qk_norm=True, experts=EXPERTS)
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)])
+def test_a_layer_is_the_twin_and_no_row_depends_on_the_batch(dtype: torch.dtype, allowed: float) -> None:
+    layer = draw_layer(1, 16, 4, 512, 192, dtype, device="cuda")
+    x = draw_rows(2, 700, 512, dtype, "cuda")  # the higher tile begins at 512 tokens
+    whole = layer.run(x)
+    for rows in (slice(0, 1), slice(5, 35), slice(100, 300)):
+        assert same_bits(layer.run(x[rows]), whole[rows])
+    assert layer.error(x[:60]) <= allowed
+
+
+@pytest.mark.parametrize("disable_cuda_graph", [False, True])
+def test_logits_are_those_of_plain_torch(disable_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = loader._dummy
+
+    def drawn_on_a_cpu(config, dtypes, device, *rest):
+        return {name: tensor.to(device) for name, tensor in draw(config, dtypes, torch.device("cpu"), *rest).items()}
+
+    monkeypatch.setattr(loader, "_dummy", drawn_on_a_cpu)
+    monkeypatch.setattr(loader, "_DUMMY_STD", 0.1)
+    ids = np.random.default_rng(3).integers(0, 4099, 150)
+    options = {"dtype": "float32", "max_running_requests": 4}
+    on_gpu = RunnerDriver(make_runner(CONFIG, disable_cuda_graph=disable_cuda_graph, **options))
+    on_cpu = RunnerDriver(make_runner(CONFIG, device="cpu", **options))
+    found, expected = (driver.logits_along(1, ids, [100, 1, 40]) for driver in (on_gpu, on_cpu))
+    assert found.keys() == expected.keys()
+    for position, logits in expected.items():
+        assert relative_error(found[position].cpu(), logits) < 1e-3, position
