@@ -5,6 +5,8 @@ Launches are noted and not run, so what they would have written are zeros.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tercet.model_executor.kernels.tuning import extend_tile
 from tercet.model_executor.runner.warmup import LONG_TOKENS, _prefill
 from tercet.model_executor.step import TokenMasks, num_mask_words
 from tercet.srt.logprobs import LogprobOptions
+from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
 
@@ -116,3 +119,24 @@ def test_log_probabilities_of_a_short_prompt_do_not_wait_for_the_compiler(monkey
         runner.launch(_prefill(np.array([3], np.int32), SamplingParams(temperature=0.0), LogprobOptions())).sample()
     keys = [what_is_compiled(launch, "sm_90") for launch in launches]
     assert keys[before:] and set(keys[before:]) <= set(keys[:before])
+
+
+def test_no_step_with_experts_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of prompts and decodes together may be the first with the higher tile."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    experts = ExpertsConfig(num_experts=5, num_experts_per_token=2, intermediate_size=32, normalized=True)
+    config = dataclasses.replace(TWO_KINDS_OF_LAYER, architecture="Qwen3MoeForCausalLM", experts=experts)
+    with recorded() as launches:
+        runner = make_runner(
+            config, dtype="bfloat16", attention_backend="triton", max_running_requests=37, max_total_tokens=740,
+            max_prefill_tokens=64, cuda_graph_max_bs=5,
+        )  # fmt: skip
+        before = len(launches)
+        rng = np.random.default_rng(1)
+        for _ in range(8):
+            serve(runner, rng)
+    tiles = {launch.kwargs["BLOCK_M"] for launch in launches[before:] if "GATED" in launch.kwargs}
+    assert tiles == {16, 32}
+    keys = [what_is_compiled(launch, "sm_90") for launch in launches]
+    assert set(keys[before:]) <= set(keys[:before])
