@@ -23,7 +23,6 @@ from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
-from ..kernels.fp8_layout import FP8_LOW_TILE
 from ..kernels.host_compiler import needs_c_compiler
 from ..layers.kinds import LayerKinds, layers_for
 from ..models.family import Model, Parameters, family_of
@@ -41,7 +40,7 @@ from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
 from .slot_table import SlotTable
 from .step_memory import activation_bytes, rotation_bytes, saved_split_bytes, torch_attention_bytes
-from .warmup import all_allowed, warmup_steps
+from .warmup import all_allowed, low_tile_tokens, warmup_steps
 from .weight_update import BuiltModel, WeightUpdater
 
 logger = logging.getLogger(__name__)
@@ -316,15 +315,11 @@ class _RunnerBuilder:
         """Measure the largest steps. Returns the batch sizes of recorded decode steps, and the bytes to keep free."""
         settings = self.settings
         step_bytes = 0
-        tile_tokens = FP8_LOW_TILE if settings.has_fp8_weights else 0
-        if self.config.experts is not None and settings.attention_backend == "triton":
-            from ..kernels.experts import high_tile_from  # importing Triton takes half a second
-
-            experts = self.config.experts
-            first = high_tile_from(settings.dtype, experts.num_experts, experts.num_experts_per_token, settings.device)
-            tile_tokens = max(tile_tokens, first - 1)
         steps = warmup_steps(
-            settings.max_running_requests, settings.context_len, settings.max_prefill_tokens, tile_tokens
+            settings.max_running_requests,
+            settings.context_len,
+            settings.max_prefill_tokens,
+            low_tile_tokens(settings, self.config),
         )
         for step in steps:
             # Greedy tokens without masks have kernels of their own.

@@ -8,11 +8,25 @@ from __future__ import annotations
 import numpy as np
 
 from ...srt.logprobs import MAX_TOP_LOGPROBS, LogprobOptions
+from ...srt.model_files.model_config import ModelConfig
 from ...srt.sampling_params import SamplingParams
+from ..kernels.fp8_layout import FP8_LOW_TILE
 from ..step import ForwardMode, Int32Array, NewRow, PromptScore, StepInputs, TokenMasks, num_mask_words
+from .settings import RunnerSettings
 
 LONG_TOKENS = 4096
 """More than a split of extend attention (`ExtendTile.split`) on any GPU."""
+
+
+def low_tile_tokens(settings: RunnerSettings, config: ModelConfig) -> int:
+    """The most tokens of a step with the lower tile, for kernels that have two. 0: there are none."""
+    tokens = FP8_LOW_TILE if settings.has_fp8_weights else 0
+    if config.experts is not None and settings.attention_backend == "triton":
+        from ..kernels.experts import high_tile_from  # importing Triton takes half a second
+
+        count, per_token = config.experts.num_experts, config.experts.num_experts_per_token
+        tokens = max(tokens, high_tile_from(settings.dtype, count, per_token, settings.device) - 1)
+    return tokens
 
 
 def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_tokens: int = 0) -> list[StepInputs]:
@@ -25,8 +39,8 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_
       and one of the latter alone, for servers with one row,
     - long requests, with `max_prefill_tokens` new tokens in as many as possible, and with two in one: attention splits
       their KV in two ways,
-    - if `max_prefill_tokens` is at most `tile_tokens`, a step of more tokens, as decode rows and prompts together may
-      have: linear layers with kernels of their own then use larger tiles.
+    - if `max_prefill_tokens` is at most `tile_tokens`, and decode rows and prompts together may be more, a step of more
+      tokens: linear layers and experts with kernels of their own then use higher tiles.
 
     The small steps compile the remaining kernels. All steps write to the dummy slot, so the rows of the table must be
     zeros. The next owner of a row overwrites the row's state.
@@ -36,7 +50,7 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_
     long = np.full(max(1, min(num_rows, max_prefill_tokens // 2)), min(context_len, LONG_TOKENS), np.int32)
     new = min(context_len, max_prefill_tokens // len(long))
     mixed = np.array([1, min(2, context_len)][:num_rows], np.int32)
-    more = min(num_rows, tile_tokens + 1) if max_prefill_tokens <= tile_tokens else 0
+    more = min(num_rows, tile_tokens + 1) if max_prefill_tokens <= tile_tokens < max_prefill_tokens + num_rows else 0
     tall = np.full(more, min(context_len, -(-(tile_tokens + 1) // max(more, 1))), np.int32)
     return [
         _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9)),

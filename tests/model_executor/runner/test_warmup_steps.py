@@ -39,7 +39,7 @@ def test_each_kind_of_step_is_rehearsed(
     assert {row.logprobs.top_logprobs_num for row in scored.new_rows} == {MAX_TOP_LOGPROBS}
     assert all(row.sampling.top_p < 1 for row in largest.new_rows), "sampling sorts"
 
-    if max_prefill_tokens <= tile_tokens:
+    if max_prefill_tokens <= tile_tokens < max_prefill_tokens + num_rows:
         tall, *rest = rest
         assert kind(tall) == (True, False)
         assert len(tall.rows) == min(num_rows, tile_tokens + 1)
