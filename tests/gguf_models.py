@@ -127,9 +127,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         if not (name == "lm_head.weight" and config.tie_word_embeddings) and name not in drop
     }
     for name, array in with_stacked_experts(tensors).items():
-        if arch == "llama" and "q_proj" in name:
+        if arch in ("llama", "smollm3") and "q_proj" in name:
             array = interleave_halves(array, config.num_attention_heads)
-        if arch == "llama" and "k_proj" in name:
+        if arch in ("llama", "smollm3") and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
         is_plain = array.ndim == 1 or name.endswith("mlp.gate.weight")
         used = Kind.F32 if is_plain else (kinds or {}).get(name, kind)

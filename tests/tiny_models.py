@@ -12,6 +12,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from tercet.srt.model_files.model_config import load_model_config
@@ -38,6 +39,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+SMALL_THETA = {"rope_type": "default", "rope_theta": 1000.0}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 5000.0,
@@ -64,6 +66,15 @@ CONFIGS = {
         tie_word_embeddings=True,
         rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75},
         original_max_position_embeddings=32,
+    ),
+    "smollm3": lambda: SmolLM3Config(
+        **BASE, no_rope_layer_interval=2, tie_word_embeddings=True, rope_parameters=SMALL_THETA
+    ),
+    "smollm3_default": lambda: SmolLM3Config(
+        **BASE | {"num_hidden_layers": 4}, tie_word_embeddings=True, rope_parameters=SMALL_THETA
+    ),
+    "smollm3_window": lambda: SmolLM3Config(
+        **BASE, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=5, tie_word_embeddings=False
     ),
     "qwen3": lambda: Qwen3Config(**BASE, head_dim=24, attention_bias=True),
     "qwen3_layer_types": lambda: Qwen3Config(

@@ -26,7 +26,7 @@ class Started(NamedTuple):
     x: torch.Tensor
     """[B, hidden], the embedded tokens"""
     angles: torch.Tensor
-    """float32 [B, 2, head_dim / 2], cosines and sines"""
+    """float32 [B, 2 * n, head_dim / 2], cosines and sines of n rotary embeddings"""
 
 
 # The inputs of a step lie in one buffer, so their alignment varies with the batch size.
@@ -34,7 +34,7 @@ class Started(NamedTuple):
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "slots_ptr"])
 def _decode_start_kernel(
     rows_ptr, seq_lens_ptr, slots_ptr, newest_ptr, table_ptr, embedding_ptr, angles_ptr, ids_ptr, positions_ptr, x_ptr,
-    out_angles_ptr, stride_table, HIDDEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_X: tl.constexpr,
+    out_angles_ptr, stride_table, HIDDEN: tl.constexpr, NUM_ANGLES: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_ANGLES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -48,8 +48,8 @@ def _decode_start_kernel(
     x = tl.load(embedding_ptr + token * HIDDEN + i, mask=i < HIDDEN)
     tl.store(x_ptr + request * HIDDEN + i, x, mask=i < HIDDEN)
     i = tl.arange(0, BLOCK_ANGLES)
-    angles = tl.load(angles_ptr + position * HEAD_DIM + i, mask=i < HEAD_DIM)
-    tl.store(out_angles_ptr + request * HEAD_DIM + i, angles, mask=i < HEAD_DIM)
+    angles = tl.load(angles_ptr + position * NUM_ANGLES + i, mask=i < NUM_ANGLES)
+    tl.store(out_angles_ptr + request * NUM_ANGLES + i, angles, mask=i < NUM_ANGLES)
 
 
 def decode_start(
@@ -68,9 +68,10 @@ def decode_start(
         newest_tokens: int64 [num_rows], the newest token of each row
         req_to_token: int32 [num_rows, context_len]; req_to_token[row, seq_len - 1] becomes the slot
         embedding: [vocab, hidden], contiguous
-        angles: float32 [context_len, 2, head_dim / 2], contiguous: cosines and sines of each position
+        angles: float32 [context_len, 2 * n, head_dim / 2], contiguous: cosines and sines of each position, for each of
+            n rotary embeddings
     """
-    batch, hidden, head_dim = len(rows), embedding.shape[1], 2 * angles.shape[2]
+    batch, hidden, num_angles = len(rows), embedding.shape[1], angles.shape[1] * angles.shape[2]
     assert rows.shape == seq_lens.shape == slots.shape == (batch,)
     assert rows.dtype == seq_lens.dtype == slots.dtype == newest_tokens.dtype == torch.int64
     assert rows.is_contiguous() and seq_lens.is_contiguous() and slots.is_contiguous()
@@ -84,8 +85,8 @@ def decode_start(
     if batch:
         _decode_start_kernel[(batch,)](
             rows, seq_lens, slots, newest_tokens, req_to_token, embedding, angles, ids, positions, x, own_angles,
-            req_to_token.stride(0), HIDDEN=hidden, HEAD_DIM=head_dim, BLOCK_X=block,
-            BLOCK_ANGLES=next_power_of_2(head_dim), num_warps=row_warps(block),
+            req_to_token.stride(0), HIDDEN=hidden, NUM_ANGLES=num_angles, BLOCK_X=block,
+            BLOCK_ANGLES=next_power_of_2(num_angles), num_warps=row_warps(block),
         )  # fmt: skip
     return Started(ids, positions, x, own_angles)
 

@@ -20,7 +20,7 @@ from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .output_head import GreedyHead, GreedyLayer, OutputHead
 from .packing import Weight, interleave, pack, pack_bias, pack_gated
-from .rotary import RotationTable
+from .rotary import Rotaries, RotationTable
 
 _ops = torch.ops.tercet_cpu
 
@@ -194,8 +194,8 @@ class CpuLayers(TorchLayers):
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return CpuRMSNorm(weight, eps)
 
-    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        return CpuRotary(rope, head_dim, context_len, device)
+    def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        return Rotaries([CpuRotary(rope, head_dim, context_len, device) for rope in ropes])
 
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
         return CpuAttention(layer_id, backend, qk_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,8 +17,8 @@ class DecodeStart(NamedTuple):
     """int64 [B], their positions"""
     x: torch.Tensor
     """[B, hidden], the embedded tokens"""
-    rotation: Any
-    """of the positions, for the attention layers"""
+    rotations: Sequence[Any]
+    """of the positions, one for each rotary embedding of the model"""
 
 
 class StartDecode(Protocol):
@@ -41,10 +41,10 @@ class StartDecode(Protocol):
 
 
 class TorchStart:
-    """The StartDecode in plain torch, for any kind of embedding and rotation."""
+    """The StartDecode in plain torch, for any kind of embedding and rotations."""
 
     def __init__(
-        self, embedding: Callable[[torch.Tensor], torch.Tensor], rotary: Callable[[torch.Tensor], Any]
+        self, embedding: Callable[[torch.Tensor], torch.Tensor], rotary: Callable[[torch.Tensor], Sequence[Any]]
     ) -> None:
         self._embedding = embedding
         self._rotary = rotary

@@ -22,16 +22,16 @@ from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .output_head import OutputHead, PlainHead
 from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, SummedLayer
-from .rotary import RotaryEmbedding
+from .rotary import Rotaries, RotaryEmbedding
 
 
 class Rotary(Protocol):
-    """Rotary embedding: positions int64 [T] -> the rotation that is passed to the attention layers."""
+    """The rotary embeddings of a model: positions int64 [T] -> a rotation for each, which attention layers take."""
 
     def cover(self, num_positions: int) -> None:
         """Prepare for positions below `num_positions`. Called before the first layer of each step on a CPU."""
 
-    def __call__(self, positions: torch.Tensor, /) -> Any: ...
+    def __call__(self, positions: torch.Tensor, /) -> Sequence[Any]: ...
 
 
 class AttentionLayer(Protocol):
@@ -53,8 +53,8 @@ class LayerKinds(Protocol):
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm: ...
 
-    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        """Make the rotary embedding for positions below `context_len`."""
+    def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        """Make the rotary embeddings for positions below `context_len`."""
 
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer: ...
 
@@ -100,8 +100,8 @@ class TorchLayers:
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return RMSNorm(weight, eps)
 
-    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        return RotaryEmbedding(rope, head_dim, device)
+    def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        return Rotaries([RotaryEmbedding(rope, head_dim, device) for rope in ropes])
 
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
         return Attention(layer_id, backend, qk_norm)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +30,28 @@ class CosSin(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
+
+
+class OneRotary(Protocol):
+    """One rotary embedding: positions int64 [T] -> its rotation."""
+
+    def cover(self, num_positions: int) -> None: ...
+
+    def __call__(self, positions: torch.Tensor, /) -> Any: ...
+
+
+class Rotaries:
+    """The rotary embeddings of a model whose layers may differ in it: positions int64 [T] -> the rotation of each."""
+
+    def __init__(self, each: Sequence[OneRotary]) -> None:
+        self.each = each
+
+    def cover(self, num_positions: int) -> None:
+        for one in self.each:
+            one.cover(num_positions)
+
+    def __call__(self, positions: torch.Tensor) -> list[Any]:
+        return [one(positions) for one in self.each]
 
 
 class RotaryEmbedding:
@@ -85,7 +108,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, tor
 
     Components that are not rotated have a frequency of zero and a factor of 1. `rope`: made by `for_context`.
     """
-    rotary_dim = rope.rotary_dim or head_dim
+    rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     frequencies, factor = _scaled(1.0 / (rope.theta**exponents), rope, rotary_dim)
     unrotated = (head_dim - rotary_dim) // 2

@@ -36,21 +36,30 @@ class TritonRMSNorm(RMSNorm):
 
 
 class RotaryTable:
-    """The table of cosines and sines of all positions, computed once. A step reads its rows in one operation."""
+    """The table of cosines and sines of all positions, computed once. A step reads its rows in one operation.
 
-    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
-        rotations = RotationTable(rope, torch.empty((context_len, head_dim), device=device))
-        rotations.cover(context_len)
-        self.table = rotations.table.view(context_len, 2, head_dim // 2)
-        """float32, the cosines of each position, then its sines"""
+    A row has the angles of each rotary embedding of the model.
+    """
+
+    def __init__(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> None:
+        table = torch.empty((context_len, len(ropes), head_dim), device=device)
+        for index, rope in enumerate(ropes):
+            RotationTable(rope, table[:, index]).cover(context_len)
+        self.table = table.view(context_len, 2 * len(ropes), head_dim // 2)
+        """float32, for each rotary embedding the cosines of each position, then its sines"""
 
     def cover(self, num_positions: int) -> None:
         """Does nothing: the table covers all positions."""
 
-    def __call__(self, positions: torch.Tensor) -> CosSin:
+    def __call__(self, positions: torch.Tensor) -> list[CosSin]:
         """Look up cosines and sines: positions int64 [T] -> [T, head_dim / 2] each."""
-        cos, sin = self.table.index_select(0, positions).unbind(1)
-        return CosSin(cos, sin)
+        return _rotations(self.table.index_select(0, positions))
+
+
+def _rotations(angles: torch.Tensor) -> list[CosSin]:
+    """Rows of the table, [T, 2 * rotary embeddings, head_dim / 2], as the rotation of each rotary embedding."""
+    columns = angles.unbind(1)
+    return [CosSin(*pair) for pair in zip(columns[::2], columns[1::2], strict=True)]
 
 
 class TritonStart:
@@ -68,7 +77,7 @@ class TritonStart:
         req_to_token: torch.Tensor,
     ) -> DecodeStart:
         ids, positions, x, angles = decode_start(rows, seq_lens, slots, newest_tokens, req_to_token, *self._tables)
-        return DecodeStart(ids, positions, x, CosSin(*angles.unbind(1)))
+        return DecodeStart(ids, positions, x, _rotations(angles))
 
 
 class TritonAttention:
@@ -113,8 +122,8 @@ class TritonLayers(TorchLayers):
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return TritonRMSNorm(weight, eps)
 
-    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        return RotaryTable(rope, head_dim, context_len, device)
+    def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        return RotaryTable(ropes, head_dim, context_len, device)
 
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
         return TritonAttention(layer_id, backend, qk_norm)

@@ -1,4 +1,7 @@
-"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3 and Phi 3. Their differences are fields of ModelConfig."""
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3 and SmolLM 3.
+
+Their differences are fields of ModelConfig.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, overload
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
@@ -74,6 +78,7 @@ class DecoderLayer:
             qk_norm = QKNorm(params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"], config.rms_norm_eps)
         self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
+        self.rope = _distinct_ropes(config).index(config.ropes[layer_id])
         self.attention = layers.attention(layer_id, backend, qk_norm)
         self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = layers.norm(params[f"{prefix}post_attention_norm.weight"], config.rms_norm_eps)
@@ -92,14 +97,14 @@ class DecoderLayer:
         self._summed_down = layers.before_sum(self.down_proj, next_norm)
 
     def attend(
-        self, x: Pending, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
+        self, x: Pending, residual: torch.Tensor | None, rotations: Sequence[Any], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
 
         x, residual: [T, hidden] each. The first layer has no residual: x becomes it. x as ScaledRows has been added.
         """
         qkv, residual = self._normed_qkv(x, residual, batch)
-        return self.attention(qkv, rotation, batch), residual
+        return self.attention(qkv, rotations[self.rope], batch), residual
 
     def feed_forward(self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Pending:
         """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
@@ -127,8 +132,8 @@ class Decoder:
         self.compiled = layers.compiled and (layers.compiled_experts or config.experts is None)
         self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
-        rope = config.rope.for_context(context_len)
-        self.rotary = layers.rotary(rope, config.head_dim, context_len, self.norm.weight.device)
+        ropes = [rope.for_context(context_len) for rope in _distinct_ropes(config)]
+        self.rotary = layers.rotary(ropes, config.head_dim, context_len, self.norm.weight.device)
         names = [f"layers.{index}.input_norm.weight" for index in range(config.num_layers)]
         norms = [*(layers.norm(params[name], config.rms_norm_eps) for name in names), self.norm]
         self.layers = [
@@ -147,11 +152,11 @@ class Decoder:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Stream:
         return self.transform(self.embed_tokens(input_ids, batch), self.rotary(positions), batch)
 
-    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> Stream:
+    def transform(self, x: torch.Tensor, rotations: Sequence[Any], batch: ForwardBatch) -> Stream:
         residual: torch.Tensor | None = None
         pending: Pending = x
         for layer in self.layers:
-            attention_out, residual = layer.attend(pending, residual, rotation, batch)
+            attention_out, residual = layer.attend(pending, residual, rotations, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:
                 # K and V of all tokens are stored. The rest of the model is needed only for the sampled tokens.
                 attention_out = self._select_rows(attention_out, batch.logits_indices)
@@ -162,6 +167,11 @@ class Decoder:
         return Stream(pending, residual)
 
 
+def _distinct_ropes(config: ModelConfig) -> list[RopeConfig]:
+    """The rotary embeddings of the layers, each once. A layer knows its place among them."""
+    return list(dict.fromkeys(config.ropes))
+
+
 def _attention(config: ModelConfig) -> list[AttentionSpec]:
     return [
         AttentionSpec(
@@ -169,10 +179,10 @@ def _attention(config: ModelConfig) -> list[AttentionSpec]:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            rope=config.rope,
+            rope=rope,
             window=window,
         )
-        for window in config.sliding_windows
+        for window, rope in zip(config.sliding_windows, config.ropes, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ this folder whose `FAMILY` is the object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -44,8 +44,8 @@ class Model(Protocol):
         The result has the tokens of `batch.logits_indices`.
         """
 
-    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> Stream:
-        """`forward` of embedded tokens, x [T, hidden], which are overwritten. `rotation`: made by `rotary`."""
+    def transform(self, x: torch.Tensor, rotations: Sequence[Any], batch: ForwardBatch) -> Stream:
+        """`forward` of embedded tokens, x [T, hidden], which are overwritten. `rotations`: made by `rotary`."""
 
 
 @dataclass(frozen=True)

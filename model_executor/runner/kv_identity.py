@@ -31,7 +31,7 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: s
         "config": weight_fields(config),
         "weights": settings.seed if config.load_format == "dummy" else list(weight_fingerprints(config)),
         "weight_version": weight_version,
-        "rope": dataclasses.asdict(config.rope.for_context(settings.context_len)),
+        "rope": [dataclasses.asdict(rope.for_context(settings.context_len)) for rope in config.ropes],
         "dtype": str(settings.dtype),
         "kv_dtype": str(settings.kv_dtype),
         "quantization": settings.quantization,

@@ -214,7 +214,7 @@ class ModelRunner:
             extend_lens_host=None,
         )
         self._prepare(batch)
-        return self.model.transform(start.x, start.rotation, batch)
+        return self.model.transform(start.x, start.rotations, batch)
 
     def _update_table(self, step: StepInputs) -> None:
         """Queue the changes of the table before a step, without those for its new tokens."""

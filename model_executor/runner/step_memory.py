@@ -130,5 +130,5 @@ def saved_split_bytes(config: ModelConfig, *, rows: int, longest: int) -> int:
 
 
 def rotation_bytes(config: ModelConfig, num_positions: int) -> int:
-    """The size in bytes of the table of cosines and sines (layers/cpu_layers.py)."""
-    return num_positions * config.head_dim * _FLOAT_BYTES
+    """The size in bytes of the tables of cosines and sines (layers/cpu_layers.py)."""
+    return len(set(config.ropes)) * num_positions * config.head_dim * _FLOAT_BYTES

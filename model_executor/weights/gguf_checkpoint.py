@@ -42,8 +42,8 @@ _NAMES = {
 _NAMES_OF_ARCHITECTURE = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
-# Only llama.cpp's "llama" architecture rotates neighbouring components together, and reorders rows for that.
-_PERMUTED_ARCHITECTURES = ("llama",)
+# In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.
+_PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 
 
 _CPU = torch.device("cpu")

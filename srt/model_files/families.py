@@ -43,6 +43,10 @@ def _window_of_upper_layers(config: Settings, num_layers: int) -> SlidingWindows
     if types is None:
         first = config.integer("max_window_layers", 28, minimum=0)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    return _windows_of_types(config, types, num_layers, window)
+
+
+def _windows_of_types(config: Settings, types: list[str], num_layers: int, window: int | None) -> SlidingWindows:
     known = {"sliding_attention": window, "full_attention": None}
     if len(types) != num_layers or not set(types) <= set(known):
         raise config.unsupported(
@@ -62,6 +66,29 @@ def _window_without_layers(config: Settings, num_layers: int) -> SlidingWindows:
             "interpret it differently"
         )
     return (_window(config),) * num_layers
+
+
+def _window_of_chosen_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    window = None
+    if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
+        window = config.integer("sliding_window")
+    types = config.texts("layer_types")
+    if types is None:
+        return tuple(None if rotated else window for rotated in _rotated_layers(config, num_layers))
+    if "sliding_attention" in types and window is None:
+        raise config.unsupported("layer_types with sliding_attention needs use_sliding_window and sliding_window")
+    return _windows_of_types(config, types, num_layers, window)
+
+
+def _rotated_layers(config: Settings, num_layers: int) -> tuple[bool, ...]:
+    # 1 in `no_rope_layers` stands for a layer with a rotary embedding. A longer list is allowed, as in transformers.
+    given = config.get("no_rope_layers")
+    if given is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        return tuple((index + 1) % interval != 0 for index in range(num_layers))
+    if not isinstance(given, list) or len(given) < num_layers or not all(item in (0, 1) for item in given):
+        raise config.refusal("no_rope_layers", f"0 or 1 for each of {num_layers} layers", given)
+    return tuple(bool(item) for item in given[:num_layers])
 
 
 @dataclass(frozen=True)
@@ -85,12 +112,16 @@ class Family:
     """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
     default_rms_norm_eps: float = 1e-6
     default_rope_theta: float = 10000.0
+    tied_by_default: bool = False
+    """whether the output head of a config without tie_word_embeddings is the embedding"""
     default_original_context_len: int | None = None
     """For a config without original_max_position_embeddings at its top level. None: that of the rope settings."""
     stacked_projections: bool = False
     """whether a checkpoint has one tensor for Q, K and V, and one for gate and up"""
     partial_rotary: bool = False
     """whether a config may say that only the first components of a head are rotated"""
+    rotated_layers: Callable[[Settings, int], tuple[bool, ...]] | None = None
+    """which layers have a rotary embedding; None: all"""
     gguf_window: bool = False
     """whether `attention.sliding_window` of a GGUF file is the window of all layers"""
     experts: ReadExperts | None = None
@@ -142,15 +173,29 @@ FAMILIES: dict[str, Family] = {
         experts=mixtral_experts,
         expert_names=MIXTRAL_NAMES,
     ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        "decoder",
+        _window_of_chosen_layers,
+        qkv_bias=None,
+        o_bias=None,
+        mlp_bias=None,
+        default_num_kv_heads=4,
+        default_rope_theta=2e6,
+        tied_by_default=True,
+        rotated_layers=_rotated_layers,
+    ),
 }
 # GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
 # ignores it, too.
+# Those of SmolLM3 do not say which layers are rotated: it is always the default.
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 """The architectures of files that have experts."""

@@ -21,6 +21,7 @@ from .families import (
     FAMILIES,
     GGUF_ARCHITECTURES,
     GGUF_ARCHITECTURES_WITH_EXPERTS,
+    Family,
     SlidingWindows,
     not_in_families,
 )
@@ -28,7 +29,7 @@ from .files import read_json_object
 from .generation_defaults import GGUF_KEYS, HF_KEYS, GenerationDefaults, read_generation_defaults
 from .gguf_file import GGUFFile, GGUFTensor
 from .quantization_config import QuantizationConfig, read_quantization_config
-from .rope_config import GGUF_DIVISORS, GGUFDivisors, RopeConfig, rope_from_gguf, rope_from_hf
+from .rope_config import GGUF_DIVISORS, NO_ROTATION, GGUFDivisors, RopeConfig, rope_from_gguf, rope_from_hf
 from .settings import Settings, quote
 
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -60,6 +61,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     rope: RopeConfig = field(default_factory=RopeConfig)
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    """of each layer; empty: every layer has `rope`"""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -107,6 +110,13 @@ class ModelConfig:
             raise ValueError(f"{where}a sliding window must be at least 1, got {self.sliding_windows}")
         if len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{where}{len(self.sliding_windows)} sliding windows given for {self.num_layers} layers")
+        if len(self.ropes) != self.num_layers:
+            raise ValueError(f"{where}{len(self.ropes)} rotary embeddings given for {self.num_layers} layers")
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embedding of each layer."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the feed-forward layer is a mixture of experts."""
@@ -226,7 +236,8 @@ def _from_hf(
         rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else family.default_rms_norm_eps),
         hidden_act=config.text("hidden_act") or "silu",
         rope=rope,
-        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        layer_ropes=_layer_ropes(family, config, rope, num_layers),
+        tie_word_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
@@ -240,6 +251,12 @@ def _from_hf(
         model_path=path,
         load_format=load_format,
     )
+
+
+def _layer_ropes(family: Family, config: Settings, rope: RopeConfig, num_layers: int) -> tuple[RopeConfig, ...]:
+    if family.rotated_layers is None:
+        return ()
+    return tuple(rope if rotated else NO_ROTATION for rotated in family.rotated_layers(config, num_layers))
 
 
 def _hf_architecture(config: Settings) -> str:
@@ -334,6 +351,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         sliding_windows=(window or None,) * num_layers,
         rms_norm_eps=config.number("attention.layer_norm_rms_epsilon", family.default_rms_norm_eps),
         rope=rope,
+        layer_ropes=_layer_ropes(family, config, rope, num_layers),
         tie_word_embeddings="output.weight" not in tensors,
         qkv_bias=f"{first_projection}.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,

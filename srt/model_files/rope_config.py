@@ -81,7 +81,7 @@ class RopeConfig:
     theta: float = 10000.0
     scaling: RopeScaling | None = None
     rotary_dim: int | None = None
-    """Number of the first components of a head that are rotated; None: all."""
+    """Number of the first components of a head that are rotated; None: all. With 0, no position is encoded."""
 
     def for_context(self, context_len: int) -> RopeConfig:
         """The config for requests of at most `context_len` tokens. It has no LongRopeScaling."""
@@ -97,6 +97,10 @@ class RopeConfig:
         if isinstance(self.scaling, YarnScaling):
             return int(self.scaling.original_context_len * self.scaling.factor)
         return 0
+
+
+NO_ROTATION = RopeConfig(rotary_dim=0)
+"""The config of a layer without rotary embedding."""
 
 
 @dataclass(frozen=True)

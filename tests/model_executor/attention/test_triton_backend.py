@@ -168,7 +168,7 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
         return made
 
     fused, apart, reference = map(backend, (TritonAttentionBackend, TritonAttentionBackend, TorchAttentionBackend))
-    cos_sin = RotaryTable(RopeConfig(), 16, CONTEXT, device)(batch.positions)
+    cos_sin = RotaryTable([RopeConfig()], 16, CONTEXT, device)(batch.positions)[0]
     out = layer(1, fused, qk_norm)(qkv.clone(), cos_sin, batch)
     heads = qkv.clone().view(num_tokens, -1, 16)
     rotary(heads, cfg.num_heads, 2, *cos_sin, **({} if qk_norm is None else qk_norm._asdict()))

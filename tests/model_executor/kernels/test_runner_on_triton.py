@@ -20,6 +20,8 @@ from tercet.srt.model_files.model_config import load_model_config
         ("qwen2_upper_window", True),
         ("qwen3_moe", False),
         ("qwen3_moe", True),
+        ("smollm3_window", False),
+        ("smollm3_window", True),
     ],
 )
 def test_logits_equal_transformers(name, fuse_small_steps, tmp_path, monkeypatch):

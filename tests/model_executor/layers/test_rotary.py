@@ -52,7 +52,7 @@ def test_every_kind_of_step_covers_its_positions(variant, disable_cuda_graph, mo
     expected = RunnerDriver(make_cpu_runner(variant)).logits_along(1, ids, [9, 14])
     monkeypatch.setattr(rotary, "_BLOCK", 4)
     runner = make_cpu_runner(variant, disable_cuda_graph=disable_cuda_graph)
-    assert runner.model.rotary._rotations.table.count_nonzero() == 0, "nothing is computed before it is needed"
+    assert runner.model.rotary.each[0]._rotations.table.count_nonzero() == 0, "nothing is computed before it is needed"
     found = RunnerDriver(runner).logits_along(1, ids, [9, 14])
     for position, logits in expected.items():
         assert torch.equal(found[position], logits), position

@@ -70,6 +70,14 @@ OF_FAMILY = {
     "mistral": some(sliding_window=[None, 3, 7]),
     "mixtral": some(sliding_window=[None, 3, 7], num_local_experts=[1, 3, 9], num_experts_per_tok=[1]),
     "phi3": some(sliding_window=[None, 3, 7]),
+    "smollm3": some(
+        no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],
+        no_rope_layer_interval=[1, 2, 4],
+        use_sliding_window=[False, True],
+        sliding_window=[5, 9],
+        attention_bias=[False, True],
+        mlp_bias=[False, True],
+    ),
     "qwen2": some(use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1, 28]),
     "qwen3": some(
         use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1], attention_bias=[False, True]
@@ -101,6 +109,8 @@ def configs(draw):
         kind, rope = draw(phi_ropes())
         shape.pop("head_dim", None)
         shape |= draw(some(original_max_position_embeddings=[16, 64]))
+    if family == "mixtral":  # without it, transformers cannot make the frequencies of yarn
+        shape.setdefault("head_dim", 16)
     if draw(st.booleans()):
         rope = {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **rope}}
     else:

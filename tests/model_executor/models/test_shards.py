@@ -87,9 +87,11 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
         parts = [rank.model.layers[index] for rank in ranks]
         normed = layer.input_norm(x, residual)
         residual = x if residual is None else residual
-        attended = layer.attention(layer.qkv_proj(normed, batch), whole.model.rotary(batch.positions), batch)
+        attended = layer.attention(
+            layer.qkv_proj(normed, batch), whole.model.rotary(batch.positions)[layer.rope], batch
+        )
         by_rank = [
-            part.attention(part.qkv_proj(normed, batch), rank.model.rotary(batch.positions), batch)
+            part.attention(part.qkv_proj(normed, batch), rank.model.rotary(batch.positions)[layer.rope], batch)
             for part, rank in zip(parts, ranks, strict=True)
         ]
         assert close(torch.cat(by_rank, 1), attended), "heads are concatenated"
@@ -126,7 +128,9 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
     compare(stored(name), 2)
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "mistral_window", "phi3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama_biases", "qwen3", "mistral_window", "phi3", "qwen3_moe", "mixtral", "smollm3_window"]
+)
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:
     model = make_model(name)
     with pytest.raises(ValueError, match="must divide vocab_size, but 131 is no multiple of 2"):

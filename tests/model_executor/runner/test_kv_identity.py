@@ -13,7 +13,7 @@ from toy_runner import TOY, TOY_QWEN
 from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
-from tercet.srt.model_files.rope_config import LongRopeScaling, RopeConfig
+from tercet.srt.model_files.rope_config import NO_ROTATION, LongRopeScaling, RopeConfig
 
 
 def identity(config: ModelConfig = TOY, **settings: object) -> bytes:
@@ -36,6 +36,15 @@ def test_other_experts_do_not() -> None:
     config = dataclasses.replace(TOY, experts=experts)
     unnormalized = dataclasses.replace(config, experts=dataclasses.replace(experts, normalized=False))
     assert len({identity(), identity(config), identity(unnormalized)}) == 3
+
+
+def test_layers_without_rotation_do_not() -> None:
+    layers = range(TOY.num_layers)
+    configs = [
+        dataclasses.replace(TOY, layer_ropes=tuple(NO_ROTATION if layer == none else TOY.rope for layer in layers))
+        for none in layers
+    ]
+    assert len({identity(), *map(identity, configs)}) == 1 + TOY.num_layers
 
 
 def test_a_context_with_other_frequencies_does_not() -> None:

@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
         ("phi3_partial", "phi3"),
         ("qwen3_moe_all", "qwen3moe"),
         ("mixtral", "llama"),
+        ("smollm3_default", "smollm3"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):

@@ -84,9 +84,10 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.qk_norm == (source.model_type in ("qwen3", "qwen3_moe"))
     assert config.qkv_bias == (source.model_type == "qwen2" or getattr(source, "attention_bias", False))
     assert config.o_bias == getattr(source, "attention_bias", False)
-    seven, some = (7, 7, 7), {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5)}
+    some = {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5), "smollm3_window": (5, None, 5)}
+    seven = (7, 7, 7)
     expected = {"mistral_window": seven, "mixtral_window": seven, "phi3": (6, 6, 6)} | some
-    assert config.sliding_windows == expected.get(name, (None,) * 3)
+    assert config.sliding_windows == expected.get(name, (None,) * config.num_layers)
 
 
 @pytest.mark.parametrize("old", [True, False])
@@ -386,9 +387,8 @@ def test_a_config_made_by_hand():
         ModelConfig(architecture="Other", **sizes)
     with pytest.raises(ValueError, match="sliding windows"):
         ModelConfig(architecture="LlamaForCausalLM", **sizes, sliding_windows=(3,))
-    assert set(FAMILIES) == {
-        f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Qwen3Moe", "Mixtral")
-    }
+    names = "Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Qwen3Moe", "Mixtral", "SmolLM3"
+    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in names}
 
 
 def test_needs_neither_torch_nor_transformers():

@@ -1,0 +1,75 @@
+"""Models whose layers have different rotary embeddings, on a CPU: transformers' logits, and equal bits of steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cpu_models import CONFIG, VARIANTS, make_cpu_runner
+from runner_driver import RunnerDriver, relative_error
+from runners import make_runner
+from tiny_models import make_model, reference_logits, save
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
+from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.rope_config import NO_ROTATION, RopeConfig
+
+pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+
+ROPES = tuple(NO_ROTATION if index == 1 else CONFIG.rope for index in range(CONFIG.num_layers))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", ["smollm3", "smollm3_window"])
+def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    config = load_model_config(save(model, tmp_path))
+    options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 6, "attention_backend": backend}
+    driver = RunnerDriver(make_runner(config, **options))
+    ids = np.random.default_rng(1).integers(0, 131, 50)
+    expected = reference_logits(model, ids.tolist())
+    for row, chunks in enumerate(([50], [1], [17, 9, 16], [2, 30]), start=1):
+        for position, logits in driver.logits_along(row, ids, chunks).items():
+            assert relative_error(logits, expected[position]) < 1e-4, (chunks, position)
+
+    tokens = ids[:9].tolist()
+    driver.extend({6: tokens}, new_rows=[driver.add(6)])
+    for _ in range(12):
+        wanted = int(reference_logits(model, tokens)[-1].argmax())
+        assert int(driver.logits[-1][0].argmax()) == wanted
+        tokens.append(wanted)
+        driver.decode([6], [wanted])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
+def test_recorded_steps_have_the_bits_of_launched_ones(variant: tuple[str, str | None, int]) -> None:
+    ids = np.random.default_rng(3).integers(0, 301, 40)
+
+    def logits(*, disable_cuda_graph: bool) -> dict[int, torch.Tensor]:
+        config = replace(CONFIG, layer_ropes=ROPES)
+        runner = make_cpu_runner(variant, config, disable_cuda_graph=disable_cuda_graph)
+        assert isinstance(runner._recorded, CpuGraphRunner) != disable_cuda_graph
+        return RunnerDriver(runner).logits_along(1, ids, [20, 10])
+
+    recorded, launched = logits(disable_cuda_graph=False), logits(disable_cuda_graph=True)
+    assert recorded.keys() == launched.keys()
+    assert all(torch.equal(recorded[position], launched[position]) for position in recorded)
+
+
+def test_a_layer_without_rotation_ignores_positions() -> None:
+    """In a model of one layer, keys and values do not depend on earlier tokens. So only a rotation sees their order."""
+    ids = np.random.default_rng(3).integers(0, 301, 20)
+
+    def last_logits(order: np.ndarray, rope: RopeConfig) -> torch.Tensor:
+        config = replace(CONFIG, num_layers=1, sliding_windows=(None,), layer_ropes=(rope,))
+        driver = RunnerDriver(make_cpu_runner(config=config))
+        driver.extend({1: order}, new_rows=[driver.add(1)])
+        return driver.logits[-1][0]
+
+    swapped = np.concatenate([ids[9::-1], ids[10:]])
+    assert relative_error(last_logits(swapped, NO_ROTATION), last_logits(ids, NO_ROTATION)) < 1e-5
+    assert relative_error(last_logits(swapped, CONFIG.rope), last_logits(ids, CONFIG.rope)) > 1e-3
