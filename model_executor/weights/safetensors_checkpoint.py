@@ -18,6 +18,8 @@ _SINGLE = "model.safetensors"
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGER_ENDINGS = (".qweight", ".weight_packed")
 """What the names of matrices of integers end with, in the formats whose names differ from those of other matrices."""
+_STACKED_ENDINGS = (".experts.gate_up_proj", ".experts.down_proj")
+"""What the names of the matrices of all experts in one tensor end with. transformers has them so in memory."""
 _PREFIX = "model."
 """What the names of all tensors but the output head begin with, unless the model was saved without an output head."""
 
@@ -48,6 +50,11 @@ class SafetensorsCheckpoint:
             raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
         if not quantized_types and (integers := sorted(x for x in self._file_of if x.endswith(_INTEGER_ENDINGS))):
             raise ValueError(f"tensor {integers[0]!r} has integers, but config.json has no quantization_config for it")
+        if stacked := sorted(name for name in self._file_of if name.endswith(_STACKED_ENDINGS)):
+            raise ValueError(
+                f"tensor {stacked[0]!r} has the matrices of all experts, but each expert must have tensors of its own, "
+                "as save_pretrained of transformers writes them"
+            )
         # Embedding models are often saved without an output head.
         prefix = _PREFIX if EMBEDDING.removeprefix(_PREFIX) in self._file_of else ""
         self._stored_name = {name if name == LM_HEAD else f"{prefix}{name}": name for name in self._file_of}

@@ -71,6 +71,17 @@ def test_missing_and_unexpected_tensors_are_named(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe_all", "mixtral"])
+def test_stacked_experts_are_refused(tmp_path, name):
+    model = make_model(name)
+    save(model, tmp_path)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"experts.down_proj' has the matrices of all experts"):
+        load(tmp_path)
+
+
 def test_wrong_shapes_and_dtypes_are_named(folder):
     def narrow(tensors):
         tensors["model.norm.weight"] = torch.ones(63)
