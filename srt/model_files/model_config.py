@@ -315,6 +315,11 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
     for name in ("token_embd.weight", f"{first_projection}.weight"):
         if name not in tensors:
             raise ValueError(f"{file.path} is not a complete model: it has no tensor {name!r}")
+    if (name := "blk.0.ffn_gate.0.weight") in tensors:
+        raise metadata.unsupported(
+            f"each expert has tensors of its own, such as {name!r}, which only old versions of llama.cpp write: "
+            "convert the model again, or use a newer file"
+        )
     if len(tensors["token_embd.weight"].shape) != 2:
         raise ValueError(
             f"{file.path}: token_embd.weight must have two dimensions, got {tensors['token_embd.weight'].shape}"

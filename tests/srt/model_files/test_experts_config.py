@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from gguf_models import write_gguf
 from tiny_models import CONFIGS, make_model
@@ -115,6 +116,18 @@ def test_gguf_files(tmp_path, name, arch):
     # llama.cpp divides the weights of all files by their sum
     model.config.norm_topk_prob = False
     assert load_model_config(write_gguf(tmp_path / "m.gguf", model, arch)).experts == EXPERTS[name]
+
+
+def test_an_old_gguf_file_with_tensors_for_each_expert_is_refused(tmp_path):
+    model = make_model("mixtral")
+    stacked = [name for name in model.state_dict() if ".experts." in name]
+    names = (
+        f"blk.{layer}.ffn_{kind}.{n}.weight" for layer in range(3) for kind in ("gate", "up", "down") for n in range(4)
+    )
+    old = {name: np.zeros((64, 96) if "down" in name else (96, 64), np.float32) for name in names}
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", drop=stacked, beside=old)
+    with pytest.raises(ValueError, match=r"each expert has tensors of its own, such as 'blk.0.ffn_gate.0.weight'"):
+        load_model_config(path)
 
 
 @pytest.mark.parametrize(
