@@ -20,13 +20,12 @@ LONG_TOKENS = 4096
 
 def low_tile_tokens(settings: RunnerSettings, config: ModelConfig) -> int:
     """The most tokens of a step with the lower tile, for kernels that have two. 0: there are none."""
-    tokens = FP8_LOW_TILE if settings.has_fp8_weights else 0
     if config.experts is not None and settings.attention_backend == "triton":
         from ..kernels.experts import high_tile_from  # importing Triton takes half a second
 
         count, per_token = config.experts.num_experts, config.experts.num_experts_per_token
-        tokens = max(tokens, high_tile_from(settings.dtype, count, per_token, settings.device) - 1)
-    return tokens
+        return high_tile_from(settings.dtype, count, per_token, settings.device) - 1
+    return FP8_LOW_TILE if settings.has_fp8_weights else 0
 
 
 def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_tokens: int = 0) -> list[StepInputs]:
