@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -66,8 +66,16 @@ def mixtral_experts(config: Settings, num_layers: int) -> ExpertsConfig:
     )
 
 
-def gguf_experts(config: Settings) -> ExpertsConfig:
-    """The experts of a GGUF file. llama.cpp divides the weights by their sum in both architectures."""
+def gguf_experts(config: Settings, tensors: Collection[str]) -> ExpertsConfig:
+    """The experts of a GGUF file. llama.cpp divides the weights by their sum in both architectures.
+
+    `tensors`: the names of the file's tensors.
+    """
+    if (name := "blk.0.ffn_gate.0.weight") in tensors:
+        raise config.unsupported(
+            f"each expert has tensors of its own, such as {name!r}, which only old versions of llama.cpp write: "
+            "convert the model again, or use a newer file"
+        )
     return ExpertsConfig(
         num_experts=config.integer("expert_count"),
         num_experts_per_token=config.integer("expert_used_count"),

@@ -315,11 +315,6 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
     for name in ("token_embd.weight", f"{first_projection}.weight"):
         if name not in tensors:
             raise ValueError(f"{file.path} is not a complete model: it has no tensor {name!r}")
-    if (name := "blk.0.ffn_gate.0.weight") in tensors:
-        raise metadata.unsupported(
-            f"each expert has tensors of its own, such as {name!r}, which only old versions of llama.cpp write: "
-            "convert the model again, or use a newer file"
-        )
     if len(tensors["token_embd.weight"].shape) != 2:
         raise ValueError(
             f"{file.path}: token_embd.weight must have two dimensions, got {tensors['token_embd.weight'].shape}"
@@ -362,7 +357,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        experts=None if family.experts is None else gguf_experts(config),
+        experts=None if family.experts is None else gguf_experts(config, tensors),
         bos_token_id=_gguf_token_id(metadata, "bos"),
         eos_token_ids=_distinct(*(token for token in special if token is not None)),
         dtype=_gguf_dtype(tensors[f"{first_projection}.weight"].type),
