@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.model_config import ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
@@ -143,6 +144,11 @@ class TorchLayers:
 
     def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
         return TorchStart(embedding, rotary)
+
+
+def is_compiled(layers: LayerKinds, config: ModelConfig) -> bool:
+    """Whether all layers of a model are compiled CPU operations, so that its steps can be recorded on a CPU."""
+    return layers.compiled and (layers.compiled_experts or config.experts is None)
 
 
 def layers_for(

@@ -17,7 +17,7 @@ from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.experts import ExpertWeights
-from ..layers.kinds import LayerKinds
+from ..layers.kinds import LayerKinds, is_compiled
 from ..layers.layernorm import RMSNorm
 from ..layers.residual import AfterNorm, Pending, Stream
 from .family import ModelFamily, Parameters
@@ -129,7 +129,7 @@ class Decoder:
         layers: LayerKinds,
         context_len: int,
     ) -> None:
-        self.compiled = layers.compiled and (layers.compiled_experts or config.experts is None)
+        self.compiled = is_compiled(layers, config)
         self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
         ropes = [rope.for_context(context_len) for rope in _distinct_ropes(config)]

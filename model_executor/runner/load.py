@@ -24,7 +24,7 @@ from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
 from ..kernels.host_compiler import needs_c_compiler
-from ..layers.kinds import LayerKinds, layers_for
+from ..layers.kinds import LayerKinds, is_compiled, layers_for
 from ..models.family import Model, Parameters, family_of
 from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
@@ -186,8 +186,7 @@ class _RunnerBuilder:
         """
         settings, config = self.settings, self.config
         num_rows = settings.max_choices
-        layers = self._layers(settings, settings.attention_backend)
-        compiled = layers.compiled and (layers.compiled_experts or config.experts is None)
+        compiled = is_compiled(self._layers(settings, settings.attention_backend), config)
         step_bytes = partial(
             activation_bytes,
             config,

@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = {
 }
 # GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
 # ignores it, too.
-# Those of SmolLM3 do not say which layers are rotated: it is always the default.
+# GGUF files of SmolLM3 do not name the layers without rotation. llama.cpp takes every fourth, which is the default.
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

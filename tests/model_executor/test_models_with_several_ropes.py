@@ -11,7 +11,8 @@ import torch
 from cpu_models import CONFIG, VARIANTS, make_cpu_runner
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
-from tiny_models import make_model, reference_logits, save
+from tiny_models import make_model, save
+from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
@@ -31,18 +32,8 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tm
     options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 6, "attention_backend": backend}
     driver = RunnerDriver(make_runner(config, **options))
     ids = np.random.default_rng(1).integers(0, 131, 50)
-    expected = reference_logits(model, ids.tolist())
-    for row, chunks in enumerate(([50], [1], [17, 9, 16], [2, 30]), start=1):
-        for position, logits in driver.logits_along(row, ids, chunks).items():
-            assert relative_error(logits, expected[position]) < 1e-4, (chunks, position)
-
-    tokens = ids[:9].tolist()
-    driver.extend({6: tokens}, new_rows=[driver.add(6)])
-    for _ in range(12):
-        wanted = int(reference_logits(model, tokens)[-1].argmax())
-        assert int(driver.logits[-1][0].argmax()) == wanted
-        tokens.append(wanted)
-        driver.decode([6], [wanted])
+    assert_logits_equal(driver, model, ids)
+    assert_greedy_tokens_equal(driver, model, ids[:9])
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))

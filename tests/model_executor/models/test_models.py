@@ -8,6 +8,7 @@ import runners
 import torch
 from runner_driver import RunnerDriver, relative_error
 from tiny_models import CONFIGS, make_model, reference_logits, save
+from transformers_parity import assert_logits_equal
 
 from tercet.srt.model_files.model_config import load_model_config
 
@@ -25,13 +26,7 @@ def test_logits_equal_transformers_for_chunks_and_decodes(name, tmp_path):
     driver = RunnerDriver(make_runner(save(model, tmp_path, **options)))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == bool(options)
     ids = np.random.default_rng(1).integers(0, 131, 50)
-    expected = reference_logits(model, ids.tolist())
-
-    for row, chunks in enumerate(([50], [1], [17, 9, 16], [2, 30]), start=1):
-        found = driver.logits_along(row, ids, chunks)
-        assert len(found) == len(chunks) + 50 - sum(chunks)
-        for position, logits in found.items():
-            assert relative_error(logits, expected[position]) < 1e-4, (chunks, position)
+    assert_logits_equal(driver, model, ids)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2_upper_window", "qwen3", "qwen3_moe", "mixtral"])
