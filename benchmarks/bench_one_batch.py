@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..model_executor.device.dtypes import dtype_name
 from ..model_executor.runner.settings import resolve_settings
-from ..srt.model_files.model_config import load_model_config
+from ..srt.model_files.load_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from .argument_types import benchmark_parser, check_file, numbers, positive

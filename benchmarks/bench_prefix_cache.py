@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ..model_executor.attention.registry import PAGE_OF_KV_TILES, PAGE_OF_PANELS
 from ..model_executor.runner.settings import resolve_device
 from ..srt.entrypoints.engine import Engine
-from ..srt.model_files.model_config import load_model_config
+from ..srt.model_files.load_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from .argument_types import benchmark_parser, positive

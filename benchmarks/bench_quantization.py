@@ -29,7 +29,8 @@ from ..model_executor.runner.settings import resolve_settings
 from ..model_executor.step import ForwardMode
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT
 from ..srt.model_files.default_model import require_default_model
-from ..srt.model_files.model_config import ModelConfig, load_model_config
+from ..srt.model_files.load_config import load_model_config
+from ..srt.model_files.model_config import ModelConfig
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import load_tokenizer

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..srt.model_files.default_model import default_model_settings
-from ..srt.model_files.model_config import load_model_config
+from ..srt.model_files.load_config import load_model_config
 from ..srt.schedule_record import Recording
 from .argument_types import benchmark_parser, names, not_negative_int, positive
 from .backends import BACKENDS, Output, RequestSettings

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..srt.model_files.model_config import ModelConfig, load_model_config
+from ..srt.model_files.load_config import load_model_config
+from ..srt.model_files.model_config import ModelConfig
 
 _FOLDER = Path(__file__).with_name("presets")
 DEFAULT_PRESET = "smollm2-135m"

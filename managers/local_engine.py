@@ -16,7 +16,7 @@ from ..srt.engine_settings import engine_settings, http_settings
 from ..srt.errors import InvalidRequest
 from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, TokenOut, ToScheduler, ToTokenizer, pack_ids
 from ..srt.logprobs import LogprobOptions, sglang_lists
-from ..srt.model_files.model_config import load_model_config
+from ..srt.model_files.load_config import load_model_config
 from ..srt.plain_values import check_in_json, converted, plain_value
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams

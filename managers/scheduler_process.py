@@ -31,7 +31,8 @@ from ..model_executor.runner.settings import RunnerSettings, resolve_settings, w
 from ..srt.io_struct import DecodeOptions, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
-from ..srt.model_files.model_config import ModelConfig, load_model_config
+from ..srt.model_files.load_config import load_model_config
+from ..srt.model_files.model_config import ModelConfig
 from ..srt.profile_messages import StartProfileReq
 from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs

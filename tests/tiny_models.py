@@ -15,7 +15,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 BASE = {
     "vocab_size": 131,

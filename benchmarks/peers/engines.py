@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...srt.machine.cores import usable_cores
-from ...srt.model_files.model_config import load_model_config
+from ...srt.model_files.load_config import load_model_config
 from ..provenance import hardware
 from ..server_process import run_to_end
 from .model_files import ModelFiles, quantized_file

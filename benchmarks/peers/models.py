@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ...model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from ...srt.model_files.default_model import require_default_model
-from ...srt.model_files.model_config import load_model_config
+from ...srt.model_files.load_config import load_model_config
 from ...srt.text.gguf_tokenizer import read_gguf_tokenizer
 from .model_files import DEFAULT, TOY, ModelFiles, model_files
 

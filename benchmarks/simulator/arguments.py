@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...srt.model_files.model_config import ModelConfig, load_model_config
+from ...srt.model_files.load_config import load_model_config
+from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
 from ...srt.settings.setting import flag_name
 from ..argument_types import (

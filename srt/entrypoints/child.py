@@ -61,7 +61,7 @@ _MODULES = {"scheduler": "...managers.scheduler_process"}
 def load_scheduler_role(server_args: ServerArgs) -> Any:
     # Imported here: only this role needs torch, whose import takes seconds.
     from ...managers.scheduler_process import load_model
-    from ..model_files.model_config import load_model_config
+    from ..model_files.load_config import load_model_config
 
     return load_model(server_args, load_model_config(server_args.model_path, server_args.load_format))
 
@@ -101,7 +101,7 @@ def run_grammar_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady
     # Imported here: the other processes need none of them.
     from ...managers.grammar_backends import make_compiler
     from ...managers.grammar_worker import grammar_vocabulary, limit_resources, run_grammar_worker
-    from ..model_files.model_config import load_model_config
+    from ..model_files.load_config import load_model_config
     from ..text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)

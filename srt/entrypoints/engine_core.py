@@ -25,7 +25,7 @@ from ..errors import EngineDead
 from ..ipc import RunDir
 from ..machine.oom import num_oom_kills
 from ..machine.process_state import is_stopped
-from ..model_files.model_config import load_model_config
+from ..model_files.load_config import load_model_config
 from ..server_args import ServerArgs
 from ..step_journal import Journal, read_journal
 from ..text.tokenizer import tokenizer_of

@@ -25,7 +25,8 @@ from ..errors import EngineDead, TercetError
 from ..grammar_spec import CheckGrammarReq, GrammarSpec
 from ..io_struct import BatchTextOut, BrokenMessage
 from ..ipc import AsyncReceiver, RunDir, Sender
-from ..model_files.model_config import ModelConfig, load_model_config
+from ..model_files.load_config import load_model_config
+from ..model_files.model_config import ModelConfig
 from ..server_args import ServerArgs
 from ..settings.failures import HEARTBEAT_S
 from ..start_reports import HttpWorkerReady

@@ -208,6 +208,13 @@ def rope_from_gguf(config: Settings, tensors: GGUFDivisors, context_len: int) ->
     return RopeConfig(theta, _yarn_scaling(config, factor, original))
 
 
+def layer_ropes(family: Family, config: Settings, rope: RopeConfig, num_layers: int) -> tuple[RopeConfig, ...]:
+    """`ModelConfig.layer_ropes` of a model whose rotated layers have `rope`."""
+    if family.rotated_layers is None:
+        return ()
+    return tuple(rope if rotated else NO_ROTATION for rotated in family.rotated_layers(config, num_layers))
+
+
 def _default(params: Settings, sizes: _Sizes) -> RopeScaling | None:
     # transformers accepts a factor with the default type, and ignores it.
     params.optional_number("factor")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tercet.benchmarks.peers import models
 from tercet.benchmarks.peers.model_files import TOY, ModelFiles, model_files
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.text.tokenizer import load_tokenizer
 
 TEXT = "In 1813, 12345 copies of 'Pride & Prejudice' (3 volumes)\n\tcost 18 shillings; the café's naïve!"

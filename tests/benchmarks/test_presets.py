@@ -8,7 +8,7 @@ import pytest
 
 from tercet.benchmarks import presets
 from tercet.model_executor.models.parameters import decoder_parameters
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 # The numbers of parameters that the models' pages give.
 PARAMETERS = {

@@ -21,7 +21,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.linear import can_pack
 from tercet.model_executor.runner.load import load_runner
 from tercet.srt.io_struct import GenerateReq, pack_ids
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs

@@ -9,7 +9,7 @@ from tiny_models import make_wide_model
 
 from tercet.model_executor.weights.ggml_types import Kind
 from tercet.model_executor.weights.loader import load_parameters
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.gpu
 

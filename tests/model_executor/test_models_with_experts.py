@@ -20,7 +20,7 @@ from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights import packed_cache, packed_file
 from tercet.srt.model_files.experts_config import ExpertsConfig
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 

@@ -16,7 +16,7 @@ from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.rope_config import NO_ROTATION, RopeConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")

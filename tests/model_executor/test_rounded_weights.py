@@ -21,7 +21,7 @@ from tercet.model_executor.layers.quantized_weight import quantize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.settings import WeightTypes, resolve_linears, resolve_weights, uses_compact
 from tercet.srt.model_files.default_model import find_default_model
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.skipif(
     cpu_extension.load() is None or not torch.ops.tercet_cpu.multiplies_bfloat16(),

@@ -23,7 +23,8 @@ from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.cache_folder import CacheFolder
 from tercet.model_executor.weights.loader import load_parameters, stored_forms, stored_matrix_dtype
 from tercet.srt.model_files.default_model import find_default_model
-from tercet.srt.model_files.model_config import ModelConfig, load_model_config
+from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 

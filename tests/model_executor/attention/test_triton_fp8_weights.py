@@ -17,7 +17,7 @@ from tercet.model_executor.layers import fp8_layers
 from tercet.model_executor.layers.fp8_weight import Fp8Weight
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.runner.warmup import warmup_steps
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 
 def runner_of(path: Path, backend: str = "triton", load_format: str = "auto", **settings) -> ModelRunner:

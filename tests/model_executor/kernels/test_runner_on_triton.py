@@ -9,7 +9,7 @@ from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import make_model, reference_logits, save
 
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from runner_driver import RunnerDriver, relative_error
 from tiny_models import CONFIGS, make_model, reference_logits, save
 from transformers_parity import assert_logits_equal
 
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 
 def make_runner(folder, **options):

@@ -14,7 +14,7 @@ from tiny_models import initialised, reference_logits
 from transformers import AutoConfig
 
 from tercet.srt.model_files.families import FAMILIES
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 NUM_TOKENS = 40
 

@@ -26,7 +26,8 @@ from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.model_executor.weights.quantization import quantized_forms
 from tercet.srt.model_files.experts_config import ExpertsConfig
-from tercet.srt.model_files.model_config import ModelConfig, load_model_config
+from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 EXPERTS = ExpertsConfig(num_experts=3, num_experts_per_token=2, intermediate_size=15, normalized=True)

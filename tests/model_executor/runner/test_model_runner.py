@@ -20,7 +20,7 @@ from tercet.model_executor.runner.settings import resolve_device
 from tercet.model_executor.step import ForwardMode, HiddenRange, NewRow, PromptScore, StepInputs
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.model_files.families import FAMILIES
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.rope_config import FrequencyDivisors, RopeConfig
 from tercet.srt.sampling_params import SamplingParams
 

@@ -23,7 +23,7 @@ from tercet.model_executor.models.parameters import Shard
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters, stored_fp8_forms
 from tercet.model_executor.weights.quantization import parameter_bytes
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 CPU = torch.device("cpu")
 GATE_UP = "layers.0.gate_up_proj.weight"

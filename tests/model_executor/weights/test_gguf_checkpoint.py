@@ -19,7 +19,7 @@ from tercet.model_executor.models.parameters import is_expert
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters, stored_forms
 from tercet.srt.model_files.gguf_file import GGUFFile
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 CPU = torch.device("cpu")
 

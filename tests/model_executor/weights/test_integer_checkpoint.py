@@ -24,7 +24,7 @@ from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters, stored_forms
 from tercet.model_executor.weights.quantization import parameter_bytes, quantized_forms
 from tercet.srt.model_files.fingerprint import weight_fields
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -18,7 +18,7 @@ from tercet.model_executor.device.dtypes import cpu_multiplies_bfloat16, resolve
 from tercet.model_executor.models.parameters import decoder_parameters
 from tercet.model_executor.weights import loader as weights
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 CPU = torch.device("cpu")
 

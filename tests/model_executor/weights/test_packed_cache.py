@@ -24,7 +24,8 @@ from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights import cache_folder, packed_cache, packed_file
 from tercet.model_executor.weights.cache_folder import CacheFolder
 from tercet.model_executor.weights.loader import load_parameters
-from tercet.srt.model_files.model_config import ModelConfig, load_model_config
+from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 

@@ -28,7 +28,7 @@ from tercet.model_executor.weights.quantization import (
     parameter_bytes,
     quantized_forms,
 )
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.server_args import ServerArgs
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from tercet.model_executor.weights import loader as weights
 from tercet.model_executor.weights.cache_folder import CacheFolder, open_cache_folder
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.model_executor.weights.weight_cache import LAYOUT
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 CPU = torch.device("cpu")
 KEPT, FAILED, DAMAGED = "Cached the dequantised weights in", "Could not cache", "again"
@@ -254,7 +254,7 @@ import sys, torch
 from pathlib import Path
 from tercet.model_executor.weights.cache_folder import CacheFolder
 from tercet.model_executor.weights.loader import load_parameters
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 config = load_model_config(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -12,7 +12,7 @@ from fake_child import FACTS
 from toy_engine import toy_args, write_toy_config
 
 from tercet.srt.entrypoints.answer_settings import answer_settings, changed
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.start_reports import CpuKernels
 

@@ -28,7 +28,7 @@ from tercet.srt.errors import EngineDead, GrammarNotChecked
 from tercet.srt.grammar_spec import CheckGrammarReply, CheckGrammarReq, GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
 from tercet.srt.ipc import RunDir
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.text.tokenizer import load_tokenizer
 

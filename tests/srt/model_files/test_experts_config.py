@@ -11,7 +11,7 @@ from tiny_models import CONFIGS, make_model
 from transformers import AutoConfig
 
 from tercet.srt.model_files.experts_config import ExpertsConfig
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 
 QWEN_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_models import CONFIGS
 
-from tercet.srt.model_files.model_config import ModelConfig, load_model_config
+from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import NO_ROTATION
 
 SMOLLM3 = {

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizer_samples import byte_level_tokenizer
 
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.text.tokenizer import load_tokenizer
 
 LLAMA = {

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tercet.srt.model_files.gguf_file import GGUFFile
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.text.tokenizer import load_tokenizer
 
 # GGUF: key -> (type, value); an array is (type of its items, values).

@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from tercet.srt.errors import ModelNotSupported
 from tercet.srt.model_files.families import FAMILIES
 from tercet.srt.model_files.generation_defaults import GenerationDefaults
-from tercet.srt.model_files.model_config import ModelConfig, load_model_config
+from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, YarnScaling
 
 LLAMA = {
@@ -392,6 +393,6 @@ def test_a_config_made_by_hand():
 
 
 def test_needs_neither_torch_nor_transformers():
-    module = "tercet.srt.model_files.model_config"
+    module = "tercet.srt.model_files.load_config"
     code = f"import sys, {module}; assert not {{'torch', 'transformers', 'gguf'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ from integer_models import KINDS
 from tiny_models import BASE
 from transformers import LlamaConfig
 
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.quantization_config import IntegerConfig
 
 GPTQ, AWQ, PACKED = (KINDS[name].config() for name in ("gptq", "awq", "packed"))

@@ -1,0 +1,138 @@
+"""Reads the config of a model from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from ..errors import ModelNotSupported
+from .experts_config import gguf_experts
+from .families import FAMILIES, GGUF_ARCHITECTURES, GGUF_ARCHITECTURES_WITH_EXPERTS
+from .generation_defaults import GGUF_KEYS, read_generation_defaults
+from .gguf_file import GGUFFile, GGUFTensor
+from .model_config import MAX_LAYERS, ModelConfig
+from .rope_config import GGUF_DIVISORS, GGUFDivisors, layer_ropes, rope_from_gguf
+from .settings import Settings, quote
+
+# The `{architecture}.*` keys that a GGUF file may have. Others are refused, because nearly all change the computation.
+_GGUF_KEYS = (
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor", "tensor_data_layout",
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "pooling_type", "attention.sliding_window",
+)  # fmt: skip
+_GGUF_POOLINGS = (0, 3)
+"""None, and the last token, which is what /v1/embeddings takes by default. Embedding models name their pooling."""
+
+
+def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelConfig:
+    """Read the config of a GGUF file. Raises as `load_model_config` does."""
+    metadata = Settings(file.path, file.metadata)
+    arch = metadata.text("general.architecture")
+    if arch not in GGUF_ARCHITECTURES:
+        raise metadata.unsupported(
+            f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
+        )
+    if (parts := metadata.integer("split.count", 0, minimum=0)) > 1:
+        raise metadata.unsupported(f"the file is one of {parts} split files; merge them first")
+    prefix = f"{arch}."
+    for key in file.metadata:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _GGUF_KEYS:
+            raise metadata.unsupported(f"metadata {key}={quote(file.metadata[key])} is not supported")
+    config = Settings(
+        file.path, {key: file.metadata[prefix + key] for key in _GGUF_KEYS if prefix + key in file.metadata}, prefix
+    )
+    architecture = GGUF_ARCHITECTURES[arch]
+    if num_experts := config.integer("expert_count", 0, minimum=0):
+        if arch not in GGUF_ARCHITECTURES_WITH_EXPERTS:
+            raise metadata.unsupported(f"a mixture of {num_experts} experts is not supported with {arch}")
+        architecture = GGUF_ARCHITECTURES_WITH_EXPERTS[arch]
+    if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
+        raise metadata.unsupported(f"{prefix}pooling_type={pooling} is not supported; supported: 3, the last token")
+    family = FAMILIES[architecture]
+    first_projection = "blk.0.attn_qkv" if family.stacked_projections else "blk.0.attn_q"
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    for name in ("token_embd.weight", f"{first_projection}.weight"):
+        if name not in tensors:
+            raise ValueError(f"{file.path} is not a complete model: it has no tensor {name!r}")
+    if len(tensors["token_embd.weight"].shape) != 2:
+        raise ValueError(
+            f"{file.path}: token_embd.weight must have two dimensions, got {tensors['token_embd.weight'].shape}"
+        )
+
+    num_heads, hidden_size = config.integer("attention.head_count"), config.integer("embedding_length")
+    head_dim = config.integer("attention.key_length", hidden_size // num_heads)
+    rotary_dim = config.integer("rope.dimension_count", head_dim)
+    if family.partial_rotary and (rotary_dim % 2 or rotary_dim > head_dim):
+        raise metadata.unsupported(
+            f"{prefix}rope.dimension_count must be even and at most {head_dim}, got {rotary_dim}"
+        )
+    for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
+        if (given := config.integer(key, head_dim)) != head_dim:
+            raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
+    window = config.integer("attention.sliding_window", 0, minimum=0)
+    if window and not family.gguf_window:
+        raise metadata.unsupported(f"{prefix}attention.sliding_window={window} is not supported")
+    context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=MAX_LAYERS)
+    rope = rope_from_gguf(config, _rope_divisors(file, tensors, rotary_dim), context_len)
+    if rotary_dim != head_dim:
+        rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
+    special = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        context_len=max(context_len, rope.context_len),
+        sliding_windows=(window or None,) * num_layers,
+        rms_norm_eps=config.number("attention.layer_norm_rms_epsilon", family.default_rms_norm_eps),
+        rope=rope,
+        layer_ropes=layer_ropes(family, config, rope, num_layers),
+        tie_word_embeddings="output.weight" not in tensors,
+        qkv_bias=f"{first_projection}.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        experts=None if family.experts is None else gguf_experts(config, tensors),
+        bos_token_id=_token_id(metadata, "bos"),
+        eos_token_ids=tuple(dict.fromkeys(token for token in special if token is not None)),
+        dtype=_dtype(tensors[f"{first_projection}.weight"].type),
+        generation=read_generation_defaults(metadata, GGUF_KEYS),
+        model_path=file.path,
+        load_format=load_format,
+    )
+
+
+def _token_id(metadata: Settings, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    # Some files write -1, signed or unsigned, for "no such token".
+    token = metadata.integer(key, minimum=-1, maximum=2**32 - 1) if key in metadata else -1
+    return token if token >= 0 else None
+
+
+def _rope_divisors(file: GGUFFile, tensors: Mapping[str, GGUFTensor], rotary_dim: int) -> GGUFDivisors:
+    def values(name: str) -> tuple[float, ...] | None:
+        if name not in tensors:
+            return None
+        tensor = tensors[name]
+        if tensor.shape != (rotary_dim // 2,) or tensor.type != 0:
+            raise ModelNotSupported(f"{file.path}: {name} must be F32 [{rotary_dim // 2}], got {tensor}")
+        divisors = file.tensor_bytes(tensor, 4 * tensor.shape[0]).view(np.float32)
+        if not (np.isfinite(divisors) & (divisors > 0)).all():
+            raise ValueError(f"{file.path}: {name} must hold positive numbers, got {quote(divisors.tolist())}")
+        return tuple(divisors.tolist())
+
+    return GGUFDivisors(*map(values, GGUF_DIVISORS))
+
+
+def _dtype(tensor_type: int) -> str:
+    # Most quantised weights were made from bfloat16, and such a model may overflow in float16.
+    return {0: "float32", 1: "float16"}.get(tensor_type, "bfloat16")

@@ -1,0 +1,100 @@
+"""Reads the config of a model from config.json."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .families import FAMILIES, not_in_families
+from .generation_defaults import HF_KEYS, read_generation_defaults
+from .model_config import MAX_LAYERS, ModelConfig
+from .quantization_config import read_quantization_config
+from .rope_config import layer_ropes, rope_from_hf
+from .settings import Settings
+
+
+def config_from_hf(
+    config: Settings,
+    generation: Settings,
+    of_autogptq: Settings | None,
+    path: str,
+    load_format: Literal["safetensors", "dummy"],
+) -> ModelConfig:
+    """Read the config from config.json and generation_config.json.
+
+    `of_autogptq`: quantize_config.json, if there is one. `path`: becomes `model_path`. Raises as `load_model_config`.
+    """
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    quantization = read_quantization_config(config, of_autogptq)
+    for key in ("rope_interleaved", "use_mrope"):
+        if config.flag(key):
+            raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
+    if not config.flag("is_causal", True):
+        raise config.unsupported("is_causal=False is not supported: attention here is always causal")
+
+    num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if family.default_head_dim is None and hidden_size % num_heads and config.get("head_dim") is None:
+        raise ValueError(
+            f"{config.source}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})"
+        )
+    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    default_num_kv_heads = None if "num_key_value_heads" in config else family.default_num_kv_heads
+    attention_bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    for key, is_set, known in (
+        ("attention_bias", attention_bias, family.qkv_bias),
+        ("mlp_bias", mlp_bias, family.mlp_bias),
+    ):
+        if is_set and known is False:
+            raise config.unsupported(f"{key} is not supported for {architecture}")
+    context_len = config.integer("max_position_embeddings")
+    rope = rope_from_hf(config, family, context_len, head_dim)
+    dtype = config.text("dtype") or config.text("torch_dtype")
+    bos_ids = config.token_ids("bos_token_id")
+    if not bos_ids and config.get("bos_token_id") is not None:
+        raise config.refusal("bos_token_id", "a token id, or null", [])
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", default_num_kv_heads or num_heads),
+        head_dim=head_dim,
+        vocab_size=config.integer("vocab_size"),
+        context_len=max(context_len, rope.context_len),
+        sliding_windows=family.sliding_windows(config, num_layers),
+        # null does not stand for the default here: other libraries cannot compute with it, either.
+        rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else family.default_rms_norm_eps),
+        hidden_act=config.text("hidden_act") or "silu",
+        rope=rope,
+        layer_ropes=layer_ropes(family, config, rope, num_layers),
+        tie_word_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        experts=None if family.experts is None else family.experts(config, num_layers),
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=tuple(dict.fromkeys((*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")))),
+        dtype=None if dtype is None else dtype.removeprefix("torch."),
+        quantization=quantization,
+        generation=read_generation_defaults(generation, HF_KEYS),
+        model_path=path,
+        load_format=load_format,
+    )
+
+
+def _architecture(config: Settings) -> str:
+    names = config.texts("architectures") or []
+    model_type = config.text("model_type")
+    if not names:
+        names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+    if not names and model_type is None:
+        raise config.unsupported("neither architectures nor model_type is given, so it is no config of a model")
+    name = names[0] if names else str(model_type)
+    if name not in FAMILIES:
+        raise config.unsupported(not_in_families(name))
+    if model_type is not None and model_type != FAMILIES[name].model_type:
+        raise config.unsupported(f"model_type {model_type!r} with architecture {name!r} is not supported")
+    return name

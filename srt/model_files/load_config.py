@@ -1,0 +1,65 @@
+"""Reads the config of a model from config.json, or from the metadata of a GGUF file.
+
+A setting that the decoder would ignore is refused by name, so a model that starts is computed as it was trained.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, TypeAlias
+
+from .files import read_json_object
+from .gguf_config import config_from_gguf
+from .gguf_file import GGUFFile
+from .hf_config import config_from_hf
+from .model_config import ModelConfig
+from .settings import Settings
+
+LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+def load_model_config(model_path: str | os.PathLike[str], load_format: LoadFormat = "auto") -> ModelConfig:
+    """Read the config of a Hugging Face directory, a .gguf file, or a single config.json (dummy weights only).
+
+    Raises FileNotFoundError, ModelNotSupported for a model that Tercet cannot compute, and other ValueErrors.
+    """
+    path = os.fspath(model_path)
+    if not os.path.exists(path):
+        is_name = path.count("/") == 1 and not path.startswith((".", "/")) and not path.endswith((".gguf", ".json"))
+        hint = f"; to download the model {path}: hf download {path} --local-dir FOLDER" if is_name else ""
+        raise FileNotFoundError(
+            f"{path!r} does not exist; give a directory with config.json, a .gguf file or a config.json{hint}"
+        )
+    is_dir = os.path.isdir(path)
+    if not is_dir and not path.endswith((".gguf", ".json")):
+        raise ValueError(f"{path!r} must be a directory with config.json, a .gguf file, or a config.json")
+    if not is_dir and path.endswith(".gguf"):
+        if load_format == "safetensors":
+            raise ValueError(f"load format safetensors does not fit the GGUF file {path!r}")
+        return config_from_gguf(GGUFFile(path), "dummy" if load_format == "dummy" else "gguf")
+    if load_format == "gguf":
+        raise ValueError(f"load format gguf needs a .gguf file, got {path!r}")
+    if not is_dir and load_format != "dummy":
+        raise ValueError(
+            f"{path!r} is a config without weights; use --load-format dummy, or give the model's directory"
+        )
+    folder = path if is_dir else os.path.dirname(path)
+    config_path = os.path.join(path, "config.json") if is_dir else path
+    generation_path = os.path.join(folder, "generation_config.json")
+    generation = read_json_object(generation_path) if os.path.exists(generation_path) else {}
+    gptq_path = os.path.join(folder, "quantize_config.json")
+    of_autogptq = Settings(gptq_path, read_json_object(gptq_path)) if os.path.exists(gptq_path) else None
+    return config_from_hf(
+        Settings(config_path, _read_config(config_path)),
+        Settings(generation_path, generation),
+        of_autogptq,
+        path,
+        "dummy" if load_format == "dummy" else "safetensors",
+    )
+
+
+def _read_config(path: str) -> dict[str, object]:
+    try:
+        return read_json_object(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path!r} is missing; give a directory with config.json, or a .gguf file") from None
