@@ -143,7 +143,7 @@ class Step:
         form = HEAD_FORM if self.kind.form and name == _HEAD else self.kind.form
         rounded = weight.to(self.kind.stored) if form is None else quantize(weight, form)
         if name.endswith("gate_up_proj.weight"):
-            layer = layers.gated_linear(rounded, None)
+            layer = layers.gated_linear(rounded, None, "silu")
         elif name == _HEAD:
             layer = layers.head(rounded)
         else:

@@ -44,10 +44,12 @@ def rotate(
     *,
     dtype: torch.dtype = BF16,
     norm: bool = False,
+    norm_dtype: torch.dtype | None = None,
 ) -> None:
+    """`norm_dtype`: type of the norms' weights; None: `dtype`."""
     qkv = meta(TOKENS, heads + 2 * kv_heads, head_dim, dtype=dtype)
     angles = meta(TOKENS, 2, head_dim // 2, dtype=F32)[:, 0]
-    weight = meta(head_dim, dtype=dtype) if norm else None
+    weight = meta(head_dim, dtype=norm_dtype or dtype) if norm else None
     pool = None if pool_dtype is None else meta(SLOTS, kv_heads, head_dim, dtype=pool_dtype)
     slots = None if pool is None else meta(TOKENS)
     rotary(
@@ -98,9 +100,9 @@ def start(hidden: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
     )  # fmt: skip
 
 
-def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
+def norm(width: int, dtype: torch.dtype, fused: bool, weight_dtype: torch.dtype | None = None) -> None:
     x = meta(TOKENS, width, dtype=dtype)
-    rmsnorm(x, meta(width, dtype=dtype), 1e-5, meta(TOKENS, width, dtype=dtype) if fused else None)
+    rmsnorm(x, meta(width, dtype=weight_dtype or dtype), 1e-5, meta(TOKENS, width, dtype=dtype) if fused else None)
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -119,11 +121,14 @@ CALLS: dict[str, Callable[[], object]] = {
     "rotary-9x3x64-fp16-store": lambda: rotate(9, 3, 64, F16, dtype=F16),
     "rotary-9x3x64-fp32-store": lambda: rotate(9, 3, 64, F32, dtype=F32),
     "rotary-16x8x256-fp32-norm-store": lambda: rotate(16, 8, 256, F32, dtype=F32, norm=True),
+    "rotary-8x4x256-norm-fp32": lambda: rotate(8, 4, 256, BF16, norm=True, norm_dtype=F32),
     "rotary-32x32x80": lambda: rotate(32, 32, 80),
     "rmsnorm-576": lambda: norm(576, BF16, False),
     "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
+    "rmsnorm-2560-fused-fp32": lambda: norm(2560, BF16, True, F32),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
+    "gelu-10240": lambda: act_and_mul(meta(TOKENS, 2 * 10240, dtype=BF16), "gelu_tanh"),
     "decode_start-4096x128": lambda: start(4096, 128),
     "decode_start-576x64-fp32": lambda: start(576, 64, F32),
     "decode_start-16384x256": lambda: start(16384, 256),
@@ -151,6 +156,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     call: partial(launches_of, call)
     for call in (
         "split_map", "store-8x128-fp8", "rotary-16x8x128-norm-store", "rmsnorm-4096-fused", "silu-14336",
+        "gelu-10240",
         "decode_start-4096x128", "argmax-151936", "token_logprobs-151936", "skinny-2048x8192-gated", "sample-128256",
     )
 }  # fmt: skip

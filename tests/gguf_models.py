@@ -42,13 +42,19 @@ FACTORS = {
 
 
 PHI3 = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+GEMMA3 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
-def gguf_name(name):
+def gguf_name(name, arch):
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, index, rest = stem.split(".", 3)
-        return f"blk.{index}.{(HF_TO_GGUF | PHI3)[rest]}.{suffix}"
+        stems = HF_TO_GGUF | PHI3 | (GEMMA3 if arch == "gemma3" else {})
+        return f"blk.{index}.{stems[rest]}.{suffix}"
     return f"{HF_TO_GGUF[stem]}.{suffix}"
 
 
@@ -97,7 +103,13 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    tensors = {
+        name: tensor.numpy()
+        for name, tensor in model.state_dict().items()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings) and name not in drop
+    }
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -111,21 +123,22 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     if arch == "phi3":
         writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
         writer.add_sliding_window(config.sliding_window or 0)
-    if config.rope_parameters["rope_type"] == "longrope":
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        tensors = {name: tensor + 1 if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
         original = config.rope_parameters["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
         writer.add_rope_scaling_attn_factors(model.model.rotary_emb.attention_scaling)
         for length in ("short", "long"):
             factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if rope["rope_type"] == "llama3":
         plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    tensors = {
-        name: tensor.numpy()
-        for name, tensor in model.state_dict().items()
-        if not (name == "lm_head.weight" and config.tie_word_embeddings) and name not in drop
-    }
     for name, array in with_stacked_experts(tensors).items():
         if arch in ("llama", "smollm3") and "q_proj" in name:
             array = interleave_halves(array, config.num_attention_heads)
@@ -134,7 +147,7 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         is_plain = array.ndim == 1 or name.endswith("mlp.gate.weight")
         used = Kind.F32 if is_plain else (kinds or {}).get(name, kind)
         raw = random_blocks(array.shape, used) if used in FACTORS else gguf.quantize(array, used)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=used)
+        writer.add_tensor(gguf_name(name, arch), raw, raw_dtype=used)
     for name, array in (beside or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -46,6 +48,11 @@ LONGROPE = {
     "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0],
     "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
 }
+GEMMA = BASE | {"head_dim": 24, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+TINY_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**BASE),
@@ -98,6 +105,24 @@ CONFIGS = {
     ),
     "qwen3_moe_all": lambda: Qwen3MoeConfig(
         **BASE, head_dim=16, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**GEMMA),
+    "gemma3_default": lambda: Gemma3TextConfig(
+        **BASE | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
+        rope_parameters={"full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.5}},
+    ),
+    "gemma3_scaled": lambda: Gemma3TextConfig(
+        **GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "head_dim": 16},
+        query_pre_attn_scalar=9,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "gemma3_images": lambda: Gemma3Config(
+        text_config=GEMMA, vision_config=TINY_VISION, eos_token_id=2, image_token_index=130
     ),
     "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2),
     "mixtral_window": lambda: MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),

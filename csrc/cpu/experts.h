@@ -173,7 +173,7 @@ class ExpertWeight {
 /// Stores silu(gate) * up of an expert's rows. A type of its own, so that the compiler inlines the products of linear
 /// layers as before.
 template <typename Out>
-struct StoreExpertSiluMul : StoreSiluMul<Out> {};
+struct StoreExpertSiluMul : StoreGated<Out, Silu> {};
 
 /// Adds the weighted sums of an expert's rows to those of their tokens.
 struct AddToTokens {

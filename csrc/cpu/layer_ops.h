@@ -177,12 +177,15 @@ inline Tensor linear_argmax_op(const Tensor& x, const Tensor& packed, const opti
   return tokens;
 }
 
-inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
+inline Tensor gated_linear_op(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, std::string_view activation) {
   const auto out = empty_result({x.size(0), n}, x.options());
   with_weight(x, packed, bias, 2 * round_up(n, kLanes), [&]<typename T>(T, const auto* numbers, const auto& weight) {
     const auto next = next_weight(weight, ceil_div(n, kLanes));
-    run_or_record(x.size(0), [=, out = out.template data_ptr<T>()](int64_t rows) {
-      linear_silu_mul(numbers, rows, weight, *next, n, out);
+    with_activation(activation, [&]<typename Activation>(Activation) {
+      run_or_record(x.size(0), [=, out = out.template data_ptr<T>()](int64_t rows) {
+        gated_linear<Activation>(numbers, rows, weight, *next, n, out);
+      });
     });
   });
   return out;
@@ -326,15 +329,22 @@ inline Tensor quantized_linear_argmax_op(
   return out;
 }
 
-inline Tensor quantized_linear_silu_mul_op(
-    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits) {
+inline Tensor quantized_gated_linear_op(
+    const Tensor& x,
+    const Tensor& packed,
+    const optional<Tensor>& bias,
+    int64_t n,
+    int64_t bits,
+    std::string_view activation) {
   const auto out = empty_result({x.size(0), n}, x.options());
   TERCET_ANY_FLOAT(x.scalar_type(), [&] {
-    with_quantized(
-        x, packed, bias, 2 * round_up(n, kLanes), bits,
-        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
-          linear_silu_mul(x, rows, weight, next, n, out);
-        });
+    with_activation(activation, [&]<typename Activation>(Activation) {
+      with_quantized(
+          x, packed, bias, 2 * round_up(n, kLanes), bits,
+          [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
+            gated_linear<Activation>(x, rows, weight, next, n, out);
+          });
+    });
   });
   return out;
 }
@@ -343,7 +353,7 @@ inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, con
   const int64_t rows = x.size(0), n = x.size(1);
   check(x, "x", x.scalar_type(), {rows, n});
   if (residual) check(*residual, "residual", x.scalar_type(), {rows, n});
-  check(weight, "weight", x.scalar_type(), {n});
+  check(weight, "weight", at::kFloat, {n});
   const auto out = empty_result({rows, n}, x.options());
   TERCET_ANY_FLOAT(x.scalar_type(), [&] {
     run_or_record(
@@ -351,7 +361,7 @@ inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, con
         [=,
          x = x.const_data_ptr<scalar_t>(),
          residual = residual ? residual->data_ptr<scalar_t>() : nullptr,
-         weight = weight.const_data_ptr<scalar_t>(),
+         weight = weight.const_data_ptr<float>(),
          out = out.data_ptr<scalar_t>()](int64_t rows) { rms_norm(x, residual, weight, eps, rows, n, out); });
   });
   return out;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "activation.h"
 #include "dot.h"
 #include "norm.h"
 #include "thread_pool.h"
@@ -291,17 +292,17 @@ struct StoreSums {
   void prefetch(int64_t row, int64_t panel) const { prefetch_to_write(out + row * n + panel * kPanel); }
 };
 
-/// Stores silu(gate) * up of a row in out [rows, n]. A panel has kLanes columns of gate, then kLanes of up.
-template <typename Out>
-struct StoreSiluMul {
+/// Stores activation(gate) * up of a row in out [rows, n]. A panel has kLanes columns of gate, then kLanes of up.
+template <typename Out, typename Activation>
+struct StoreGated {
   Out* out;
   int64_t n;
 
-  const StoreSiluMul& for_item() const { return *this; }
+  const StoreGated& for_item() const { return *this; }
   [[gnu::always_inline]] void operator()(int64_t row, int64_t panel, Vec gate, Vec up) const {
     const int64_t column = panel * kLanes;
-    const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));
-    store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));
+    const Vec product = Activation::template of<Out>(gate) * up;
+    store_pair(out + row * n + column, {product, Vec(0.f)}, std::min(kLanes, n - column));
   }
   void prefetch(int64_t row, int64_t panel) const { prefetch_to_write(out + row * n + panel * kLanes); }
 };
@@ -312,10 +313,10 @@ void linear(const X& x, int64_t rows, const Weight& weight, const NextWeight& ne
   multiply(x, rows, weight, ceil_div(n, kPanel), next, StoreSums<Out>{out, n});
 }
 
-/// x [rows, k] -> silu(x @ gate.T) * (x @ up.T) [rows, n]
-template <typename X, typename Weight, typename Out>
-void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
-  multiply(x, rows, weight, ceil_div(n, kLanes), next, StoreSiluMul<Out>{out, n});
+/// x [rows, k] -> activation(x @ gate.T) * (x @ up.T) [rows, n]
+template <typename Activation, typename X, typename Weight, typename Out>
+void gated_linear(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
+  multiply(x, rows, weight, ceil_div(n, kLanes), next, StoreGated<Out, Activation>{out, n});
 }
 
 /// x [rows, k] as floats

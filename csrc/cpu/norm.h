@@ -22,7 +22,7 @@ inline float inverse_rms(float squares, int64_t n, double eps) {
 
 /// out = norm(x) * weight. With a residual: residual += x, out = norm(residual) * weight. All are [rows, n].
 template <typename T>
-void rms_norm(const T* x, T* residual, const T* weight, double eps, int64_t rows, int64_t n, T* out) {
+void rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t rows, int64_t n, T* out) {
   for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       const T* source = residual ? residual + row * n : x + row * n;

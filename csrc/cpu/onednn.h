@@ -8,8 +8,11 @@
 #include <ATen/ops/from_blob.h>
 
 #include <bit>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "activation.h"
 #include "graph.h"
 #include "op_checks.h"
 
@@ -48,31 +51,35 @@ struct OneDnnWeight {
   /// One for each part, or none.
   std::vector<Tensor> biases;
   int64_t k;
-  bool is_gated;
+  /// Of a gated layer; "": the layer is not gated.
+  std::string activation;
 
+  bool is_gated() const { return !activation.empty(); }
   /// Columns of the result that a part computes.
-  int64_t columns(size_t part) const { return parts[part].size(0) / (is_gated ? 2 : 1); }
+  int64_t columns(size_t part) const { return parts[part].size(0) / (is_gated() ? 2 : 1); }
 };
 
 /// The sizes of blocks of rows are powers of two up to this one. Each size has kernels of its own, compiled at its first
 /// use, and its bits are compared when a model is loaded (onednn_layers.py).
 constexpr int64_t kMaxOneDnnRows = 256;
 
-/// Copies y [rows, columns of a part] to `columns` columns of out, n apart. With `is_gated`, y has gate and up.
+/// Copies y [rows, columns of a part] to `columns` columns of out, n apart. y of a gated layer has gate and up.
 template <typename T>
-void store_part(const T* y, int64_t rows, int64_t columns, bool is_gated, int64_t n, T* out) {
-  for (int64_t row = 0; row < rows; ++row, y += (is_gated ? 2 : 1) * columns, out += n) {
-    if (!is_gated) {
-      std::copy_n(y, columns, out);
-      continue;
-    }
-    for (int64_t i = 0; i < columns; i += kPanel) {
-      const auto [gate, up] = std::pair(load_pair(y + i, columns - i), load_pair(y + columns + i, columns - i));
-      const FloatPair silu{
-          gate.left / (Vec(1.f) + exp_for<T>(gate.left.neg())), gate.right / (Vec(1.f) + exp_for<T>(gate.right.neg()))};
-      store_pair(out + i, silu * up, columns - i);
-    }
+void store_part(const T* y, int64_t rows, int64_t columns, std::string_view activation, int64_t n, T* out) {
+  if (activation.empty()) {
+    for (int64_t row = 0; row < rows; ++row, y += columns, out += n) std::copy_n(y, columns, out);
+    return;
   }
+  with_activation(activation, [&]<typename Activation>(Activation) {
+    for (int64_t row = 0; row < rows; ++row, y += 2 * columns, out += n) {
+      for (int64_t i = 0; i < columns; i += kPanel) {
+        const auto [gate, up] = std::pair(load_pair(y + i, columns - i), load_pair(y + columns + i, columns - i));
+        const FloatPair activated{
+            Activation::template of<T>(gate.left), Activation::template of<T>(gate.right)};
+        store_pair(out + i, activated * up, columns - i);
+      }
+    }
+  });
 }
 
 /// x [rows, k] -> out [rows, n]. Rows are divided into blocks of equal size; the last block begins earlier if it would
@@ -93,7 +100,7 @@ void onednn_linear(const T* x, int64_t rows, const OneDnnWeight& weight, int64_t
     const Tensor y = multiply_by_onednn(block, weight.parts[part], bias);
     const int64_t done = first - begin;
     store_part(
-        y.const_data_ptr<T>() + done * y.size(1), size - done, weight.columns(part), weight.is_gated, n,
+        y.const_data_ptr<T>() + done * y.size(1), size - done, weight.columns(part), weight.activation, n,
         out + first * n + first_columns[part]);
   });
 }
@@ -109,8 +116,10 @@ inline Tensor pack_for_onednn_op(const Tensor& weight) {
 }
 
 inline Tensor onednn_linear_op(
-    const Tensor& x, std::vector<Tensor> parts, std::vector<Tensor> biases, int64_t n, bool is_gated) {
+    const Tensor& x, std::vector<Tensor> parts, std::vector<Tensor> biases, int64_t n, std::string_view activation) {
   const int64_t k = x.size(1);
+  const bool is_gated = !activation.empty();
+  if (is_gated) with_activation(activation, [](auto) {});
   check(x, "x", x.scalar_type(), {x.size(0), k});
   TORCH_CHECK(biases.empty() || biases.size() == parts.size(), "there must be a bias for each part, or none");
   int64_t rows_of_parts = 0;
@@ -123,7 +132,7 @@ inline Tensor onednn_linear_op(
   }
   TORCH_CHECK(rows_of_parts == (is_gated ? 2 : 1) * n, "parts have ", rows_of_parts, " rows for ", n, " columns");
   const auto out = empty_result({x.size(0), n}, x.options());
-  const OneDnnWeight weight{std::move(parts), std::move(biases), k, is_gated};
+  const OneDnnWeight weight{std::move(parts), std::move(biases), k, std::string(activation)};
   TERCET_DOT_FLOAT(x.scalar_type(), [&] {
     run_or_record(
         x.size(0), [=, x = x.const_data_ptr<scalar_t>(), out = out.template data_ptr<scalar_t>()](int64_t rows) {

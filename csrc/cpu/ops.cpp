@@ -39,10 +39,11 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("compact(Tensor panels) -> Tensor?", &compact_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_argmax_op);
-  m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
+  m.def(
+      "gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, str activation=\"silu\") -> Tensor", &gated_linear_op);
   m.def("pack_for_onednn(Tensor weight) -> Tensor", &pack_for_onednn_op);
   m.def(
-      "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, bool is_gated=False) -> Tensor",
+      "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, str activation=\"\") -> Tensor",
       &onednn_linear_op);
   m.def("select_rows(Tensor x, Tensor indices) -> Tensor", &select_rows_op);
   m.def("plain_embedding(Tensor ids, Tensor weight, ScalarType dtype) -> Tensor", &plain_embedding_op);
@@ -55,8 +56,8 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "quantized_linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
       &quantized_linear_argmax_op);
   m.def(
-      "quantized_linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
-      &quantized_linear_silu_mul_op);
+      "quantized_gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, str activation=\"silu\") -> Tensor",
+      &quantized_gated_linear_op);
   m.def(
       "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, int n, int per_token, bool normalized) "
       "-> Tensor",

@@ -12,8 +12,8 @@ struct Heads {
   /// [context, head_dim]: the cosines of a position's angles, then the sines
   const float* cos_sin;
   /// [head_dim] each: weights of an RMSNorm of every head (Qwen 3); nullptr: no norm
-  const T* q_norm;
-  const T* k_norm;
+  const float* q_norm;
+  const float* k_norm;
   double eps;
 
   /// Numbers of a token: its queries, keys and values.
@@ -22,7 +22,7 @@ struct Heads {
 
 /// Normalises one head in place, if `norm` is given, and rotates it: component i rotates with component i + dim / 2.
 template <typename T>
-void rotate_head(T* x, const T* norm, const float* cos_sin, int64_t dim, double eps) {
+void rotate_head(T* x, const float* norm, const float* cos_sin, int64_t dim, double eps) {
   const int64_t half = dim / 2;
   Vec scale(1.f);
   if (norm) {

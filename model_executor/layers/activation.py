@@ -1,12 +1,15 @@
-"""The gated activation of a SwiGLU feed-forward layer (arXiv 2002.05202)."""
+"""The gated activation of a feed-forward layer (GLU variants, arXiv 2002.05202) in plain torch."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from ...srt.model_files.model_config import Activation
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute silu(first half) * second half: [T, 2 * n] -> [T, n]."""
+
+def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Compute activation(first half) * second half: [T, 2 * n] -> [T, n]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)

@@ -9,6 +9,7 @@ import torch
 
 from ...srt.machine.huge_pages import zeroed
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
@@ -27,6 +28,9 @@ _ops = torch.ops.tercet_cpu
 
 class CpuRMSNorm(RMSNorm):
     """RMSNorm that adds the residual and normalises in one pass."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__(weight.float(), eps)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return _ops.rms_norm(x, residual, self.weight, self.eps)
@@ -61,13 +65,21 @@ class CpuGatedLinear:
     `compact`: see `panels_of`.
     """
 
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, compact: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        activation: Activation = "silu",
+        *,
+        compact: bool = False,
+    ) -> None:
         self.num_out = weight.shape[0] // 2
+        self._activation = activation
         self.packed = pack_gated(weight, compact=compact)
         self.bias = None if bias is None else pack_bias(interleave(bias))
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.linear_silu_mul(x, self.packed, self.bias, self.num_out)
+        return _ops.gated_linear(x, self.packed, self.bias, self.num_out, self._activation)
 
 
 class CpuExperts:
@@ -178,7 +190,9 @@ class CpuAttention:
     def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
         self.layer_id = layer_id
         self.backend = backend
-        self._norm = (None, None, 0.0) if qk_norm is None else qk_norm
+        self._norm: tuple[torch.Tensor | None, torch.Tensor | None, float] = None, None, 0.0
+        if qk_norm is not None:
+            self._norm = qk_norm.q_weight.float(), qk_norm.k_weight.float(), qk_norm.eps
         self._k, self._v = backend.kv_pool.k_buffer[layer_id], backend.kv_pool.v_buffer[layer_id]
 
     def __call__(self, qkv: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
@@ -221,8 +235,8 @@ class CpuFloatLayers(CpuLayers):
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return CpuLinear(weight, bias, compact=self._compact)
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        return CpuGatedLinear(weight, bias, compact=self._compact)
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
+        return CpuGatedLinear(weight, bias, activation, compact=self._compact)
 
     def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return CpuExperts(self.router(router), experts, config, compact=self._compact)

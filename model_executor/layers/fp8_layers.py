@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...srt.model_files.model_config import Activation
 from ..forward_batch import ForwardBatch
 from ..kernels.activation import act_and_mul
 from ..kernels.fp8_linear import fp8_linear
@@ -24,8 +25,9 @@ class Fp8Linear:
 class Fp8GatedLinear:
     """`GatedLinear` on an fp8 weight."""
 
-    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None = None, activation: Activation = "silu") -> None:
         self.linear = Fp8Linear(weight, bias)
+        self._activation = activation
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return act_and_mul(self.linear(x, batch))
+        return act_and_mul(self.linear(x, batch), self._activation)

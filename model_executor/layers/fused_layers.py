@@ -109,7 +109,10 @@ class FusedTritonAttention(TritonAttention):
 
 
 class FusedTritonLayers(TritonLayers):
-    """TritonLayers with fused kernels for steps of at most MAX_ROWS tokens. Types other than float16."""
+    """TritonLayers with fused kernels for steps of at most MAX_ROWS tokens. Types other than float16.
+
+    Experts and activations other than SiLU have no fused kernels.
+    """
 
     def __init__(self, *, dependent: bool = False) -> None:
         """`dependent`: whether the fused kernels are dependent launches (kernels/dependent_launch.py)."""
@@ -120,9 +123,9 @@ class FusedTritonLayers(TritonLayers):
         return FusedTritonAttention(layer_id, backend, qk_norm, dependent=self._dependent)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
-        if not isinstance(layer, (Linear, GatedLinear)):  # experts
-            return super().after_norm(norm, layer)
-        return FusedNormedLayer(norm, layer, dependent=self._dependent)
+        if isinstance(layer, Linear) or (isinstance(layer, GatedLinear) and layer.activation == "silu"):
+            return FusedNormedLayer(norm, layer, dependent=self._dependent)
+        return super().after_norm(norm, layer)
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
         assert isinstance(layer, Linear)

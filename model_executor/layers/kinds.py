@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
-from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.model_config import Activation, ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
@@ -61,8 +61,8 @@ class LayerKinds(Protocol):
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer: ...
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        """Make the fused gate and up projection, which returns silu(gate) * up."""
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
+        """Make the fused gate and up projection, which returns activation(gate) * up."""
 
     def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
@@ -110,15 +110,15 @@ class TorchLayers:
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Linear(weight, bias)
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        return GatedLinear(weight, bias)
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
+        return GatedLinear(weight, bias, activation)
 
     def router(self, weight: Any) -> Layer:
         """Make the layer of a router, which `float32_logits` calls."""
         return self.head(weight)
 
     def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
-        built = [Expert(self.gated_linear(gate_up, None), self.linear(down, None)) for gate_up, down in experts]
+        built = [Expert(self.gated_linear(gate_up, None, "silu"), self.linear(down, None)) for gate_up, down in experts]
         return ComposedExperts(self.router(router), built, config)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:

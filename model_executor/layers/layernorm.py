@@ -19,7 +19,9 @@ class RMSNorm:
         """Normalise x. With a residual ([T, n], contiguous), add x to it in place and normalise the sum."""
         if residual is not None:
             x = residual.add_(x)
-        return F.rms_norm(x, self._shape, self.weight, self.eps)
+        if self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self._shape, self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
 
 class HeadNorm:
@@ -34,4 +36,5 @@ class HeadNorm:
         self._shape = (q_weight.shape[0],)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, None, self.eps) * torch.cat(self._weights)
+        weights = torch.cat(self._weights)
+        return (F.rms_norm(x.to(weights.dtype), self._shape, None, self.eps) * weights).to(x.dtype)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ...srt.model_files.model_config import Activation
 from ..forward_batch import ForwardBatch
-from .activation import silu_and_mul
+from .activation import gated_activation
 
 
 class Linear:
@@ -54,14 +55,17 @@ class GatedLinear:
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
+        activation: Activation = "silu",
         *,
-        activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+        activate: Callable[[torch.Tensor, Activation], torch.Tensor] = gated_activation,
     ) -> None:
+        """`activate`: computes the activation of both halves, as `gated_activation` does."""
         self.linear = Linear(weight, bias)
-        self._activation = activation
+        self.activation = activation
+        self._activate = activate
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return self._activation(self.linear(x, batch))
+        return self._activate(self.linear(x, batch), self.activation)
 
 
 def float32_logits(

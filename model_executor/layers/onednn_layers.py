@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...srt.model_files.model_config import Activation
 from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuFloatLayers
 from .kinds import Layer
@@ -28,14 +29,18 @@ BLOCK_ROWS = tuple(1 << power for power in range(9))
 
 
 class OneDnnLinear:
-    """`Linear` on a weight that oneDNN has packed. `is_gated`: `GatedLinear`.
+    """`Linear` on a weight that oneDNN has packed. With an activation, `GatedLinear`.
 
     The weight is divided into parts of columns. A thread multiplies a part with a block of rows.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None
+    ) -> None:
+        is_gated = activation is not None
         self.num_out = len(weight) // 2 if is_gated else len(weight)
         self._is_gated = is_gated
+        self._activation = activation or ""
         self._columns = _columns_of_a_part(weight.shape, weight.itemsize, is_gated=is_gated)
         self.parts = [_ops.pack_for_onednn(part) for part in self._divided(weight.detach())]
         self._biases = [] if bias is None else self._divided(bias)
@@ -46,7 +51,7 @@ class OneDnnLinear:
         return [part.flatten(0, 1).contiguous() for part in halves.split(self._columns, 1)]
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.onednn_linear(x, self.parts, self._biases, self.num_out, self._is_gated)
+        return _ops.onednn_linear(x, self.parts, self._biases, self.num_out, self._activation)
 
 
 class OneDnnLayers(CpuFloatLayers):
@@ -55,8 +60,8 @@ class OneDnnLayers(CpuFloatLayers):
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return OneDnnLinear(weight, bias)
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        return OneDnnLinear(weight, bias, is_gated=True)
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
+        return OneDnnLinear(weight, bias, activation)
 
 
 def _columns_of_a_part(shape: tuple[int, ...], itemsize: int, *, is_gated: bool) -> int:

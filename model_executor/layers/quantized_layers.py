@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.model_config import Activation
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
@@ -42,14 +43,16 @@ class QuantizedLinear:
 class QuantizedGatedLinear:
     """`GatedLinear` on quantized weights. A panel holds gate rows in one half and the matching up rows in the other."""
 
-    def __init__(self, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None = None, activation: Activation = "silu"
+    ) -> None:
         self.num_out = weight.shape[0] // 2
         self.packed = pack_gated(weight)
         self.bias = None if bias is None else pack_bias(interleave(bias))
-        self._bits = weight.bits
+        self._options = weight.bits, activation
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.quantized_linear_silu_mul(x, self.packed, self.bias, self.num_out, self._bits)
+        return _ops.quantized_gated_linear(x, self.packed, self.bias, self.num_out, *self._options)
 
 
 class QuantizedLayers(CpuLayers):
@@ -65,8 +68,8 @@ class QuantizedLayers(CpuLayers):
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return QuantizedLinear(weight, bias)
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        return QuantizedGatedLinear(weight, bias)
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
+        return QuantizedGatedLinear(weight, bias, activation)
 
     def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         if not self.compiled_experts:

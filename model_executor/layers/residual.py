@@ -68,6 +68,17 @@ class NormedLayer:
         return self._layer(normed, batch), residual
 
 
+class LayerThenNorm:
+    """A layer whose output is normalised: x [T, in] -> norm(layer(x)) [T, out]."""
+
+    def __init__(self, layer: Layer, norm: RMSNorm) -> None:
+        self._layer = layer
+        self._norm = norm
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return self._norm(self._layer(x, batch))
+
+
 class SummedLayer:
     """The BeforeSum that leaves the sum to the next norm, which makes it in its own pass."""
 

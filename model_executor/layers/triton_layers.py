@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
@@ -131,10 +132,10 @@ class TritonLayers(TorchLayers):
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else super().linear(weight, bias)
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         if isinstance(weight, Fp8Weight):
-            return Fp8GatedLinear(weight, bias)
-        return GatedLinear(weight, bias, activation=act_and_mul)
+            return Fp8GatedLinear(weight, bias, activation)
+        return GatedLinear(weight, bias, activation, activate=act_and_mul)
 
     def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return TritonExperts(router, experts, config)

@@ -1,6 +1,9 @@
-"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3 and SmolLM 3.
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3 and Gemma 3.
 
-Their differences are fields of ModelConfig.
+Their differences are fields of ModelConfig. One of them needs no operation: Gemma multiplies embeddings by a constant.
+Here the residual stream is divided by it instead, so the embeddings stay as they are. What is added to the residual
+comes from norms, whose weights are divided by the constant when they are read (parameters.py). A norm of the residual
+does not depend on its scale, if its epsilon is divided by the square of the constant.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.experts import ExpertWeights
-from ..layers.kinds import LayerKinds, is_compiled
+from ..layers.kinds import Layer, LayerKinds, is_compiled
 from ..layers.layernorm import RMSNorm
-from ..layers.residual import AfterNorm, Pending, Stream
+from ..layers.residual import AfterNorm, BeforeSum, LayerThenNorm, Pending, Stream, SummedLayer
 from .family import ModelFamily, Parameters
 from .parameters import decoder_parameters, expert_names, router_name
 
@@ -72,6 +75,12 @@ class DecoderLayer:
         def weights(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
             return params[f"{prefix}{name}.weight"], params.get(f"{prefix}{name}.bias")
 
+        def before_sum(layer: Layer, output_norm: str, next_norm: RMSNorm) -> BeforeSum:
+            if not config.output_norms:
+                return layers.before_sum(layer, next_norm)
+            norm = layers.norm(params[f"{prefix}{output_norm}.weight"], config.rms_norm_eps)
+            return SummedLayer(LayerThenNorm(layer, norm))
+
         prefix = f"layers.{layer_id}."
         qk_norm = None
         if config.qk_norm:
@@ -81,9 +90,9 @@ class DecoderLayer:
         self.rope = _distinct_ropes(config).index(config.ropes[layer_id])
         self.attention = layers.attention(layer_id, backend, qk_norm)
         self.o_proj = layers.linear(*weights("o_proj"))
-        self.post_attention_norm = layers.norm(params[f"{prefix}post_attention_norm.weight"], config.rms_norm_eps)
+        self.post_attention_norm = layers.norm(params[f"{prefix}post_attention_norm.weight"], config.residual_norm_eps)
         self._normed_qkv = layers.after_norm(self.input_norm, self.qkv_proj)
-        self._summed_o = layers.before_sum(self.o_proj, self.post_attention_norm)
+        self._summed_o = before_sum(self.o_proj, "attention_output_norm", self.post_attention_norm)
         self._normed_experts: AfterNorm | None = None
         if config.is_sparse(layer_id):
             assert config.experts is not None
@@ -91,10 +100,10 @@ class DecoderLayer:
             self.experts = layers.experts(params[router_name(layer_id)], stored, config.experts)
             self._normed_experts = layers.after_norm(self.post_attention_norm, self.experts)
             return
-        self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"))
+        self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"), config.hidden_act)
         self.down_proj = layers.linear(*weights("down_proj"))
         self._normed_gate_up = layers.after_norm(self.post_attention_norm, self.gate_up_proj)
-        self._summed_down = layers.before_sum(self.down_proj, next_norm)
+        self._summed_down = before_sum(self.down_proj, "feed_forward_output_norm", next_norm)
 
     def attend(
         self, x: Pending, residual: torch.Tensor | None, rotations: Sequence[Any], batch: ForwardBatch
@@ -131,11 +140,11 @@ class Decoder:
     ) -> None:
         self.compiled = is_compiled(layers, config)
         self._select_rows = layers.select_rows
-        self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
+        self.norm = layers.norm(params["norm.weight"], config.residual_norm_eps)
         ropes = [rope.for_context(context_len) for rope in _distinct_ropes(config)]
         self.rotary = layers.rotary(ropes, config.head_dim, context_len, self.norm.weight.device)
         names = [f"layers.{index}.input_norm.weight" for index in range(config.num_layers)]
-        norms = [*(layers.norm(params[name], config.rms_norm_eps) for name in names), self.norm]
+        norms = [*(layers.norm(params[name], config.residual_norm_eps) for name in names), self.norm]
         self.layers = [
             DecoderLayer(config, index, params, backend, layers, *pair) for index, pair in enumerate(pairwise(norms))
         ]
@@ -178,7 +187,7 @@ def _attention(config: ModelConfig) -> list[AttentionSpec]:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
             rope=rope,
             window=window,
         )

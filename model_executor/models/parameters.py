@@ -46,6 +46,10 @@ class Part(NamedTuple):
     """of the tensor"""
     num_rows: int | None = None
     """of the tensor; None: the part is the whole tensor"""
+    offset: float = 0.0
+    """what is added to each number of the tensor"""
+    factor: float = 1.0
+    """what the sums are multiplied by"""
     head_order: tuple[int, ...] | None = None
     """the rows of each head in the order of the model, as numbers of the tensor's rows; None: as in the tensor"""
 
@@ -57,6 +61,14 @@ class Part(NamedTuple):
         """Where the tensor has a region of the part."""
         rows = slice(self.first_row + region[0].start, self.first_row + region[0].stop)
         return (rows, *region[1:])
+
+    def computed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The numbers of the model from those of the tensor; float32 unless they are equal."""
+        return (numbers.float() + self.offset) * self.factor if self.is_computed else numbers
+
+    @property
+    def is_computed(self) -> bool:
+        return (self.offset, self.factor) != (0, 1)
 
     def in_order(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of whole heads, in the order of the model."""
@@ -84,6 +96,8 @@ class ParameterDtypes(NamedTuple):
     matrices: torch.dtype
 
     def of(self, parameter: Parameter) -> torch.dtype:
+        if any(part.is_computed for part in parameter.parts):
+            return torch.float32
         return self.matrices if len(parameter.shape) == 2 else self.vectors
 
 
@@ -168,17 +182,26 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         "gate_up_proj": ((gate, up), hidden, config.mlp_bias, Split.COLUMNS),
         "down_proj": ((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
     }
-    vectors = {
-        "input_norm": ("input_layernorm", hidden),
-        "post_attention_norm": ("post_attention_layernorm", hidden),
+    norm = Part("", (hidden,), offset=config.norm_offset)
+    norms = {
+        "input_norm": norm._replace(name="input_layernorm"),
+        "post_attention_norm": norm._replace(name="post_attention_layernorm"),
     }
+    if config.output_norms:
+        output_norm = norm._replace(factor=1 / config.embedding_scale)
+        norms |= {
+            "attention_output_norm": output_norm._replace(name="post_attention_layernorm"),
+            "post_attention_norm": norm._replace(name="pre_feedforward_layernorm"),
+            "feed_forward_output_norm": output_norm._replace(name="post_feedforward_layernorm"),
+        }
     if config.qk_norm:
-        vectors |= {"q_norm": ("self_attn.q_norm", head_dim), "k_norm": ("self_attn.k_norm", head_dim)}
+        norms |= {name: norm._replace(name=f"self_attn.{name}", shape=(head_dim,)) for name in ("q_norm", "k_norm")}
 
     def layer(index: int) -> Iterator[Parameter]:
         source = f"model.layers.{index}."
-        for name, (checkpoint_name, size) in vectors.items():
-            yield _whole(f"layers.{index}.{name}.weight", f"{source}{checkpoint_name}.weight", (size,))
+        for name, part in norms.items():
+            stored = part._replace(name=f"{source}{part.name}.weight")
+            yield Parameter(f"layers.{index}.{name}.weight", part.shape, (stored,), Split.REPLICATED)
         is_sparse = config.is_sparse(index)
         for name, (parts, columns, bias, split) in (linears if is_sparse else linears | dense).items():
             rows = sum(part.shape[0] for part in parts)
@@ -194,7 +217,7 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
     for index in range(config.num_layers):
         parameters.extend(layer(index))
-    parameters.append(_whole("norm.weight", "model.norm.weight", (hidden,)))
+    parameters.append(Parameter("norm.weight", (hidden,), (norm._replace(name=NORM),), Split.REPLICATED))
     if not config.tie_word_embeddings:
         parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
     return parameters
@@ -261,6 +284,7 @@ def _half_split_order(head_dim: int, rotary_dim: int) -> tuple[int, ...]:
 
 ROUTER_ENDING = ".router.weight"
 EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
 

@@ -39,7 +39,14 @@ _NAMES = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-_NAMES_OF_ARCHITECTURE = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+_NAMES_OF_ARCHITECTURE = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
 # In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.

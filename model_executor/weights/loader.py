@@ -269,7 +269,7 @@ class StoredParameters(Mapping[str, Any]):
         return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
     def _tensor(self, part: Part, region: Region) -> torch.Tensor:
-        return part.in_order(self._checkpoint.tensor(part.name, part.within_tensor(region)))
+        return part.computed(part.in_order(self._checkpoint.tensor(part.name, part.within_tensor(region))))
 
     def _quantized(self, part: Part, region: Region, form: str) -> QuantizedWeight | Fp8Weight:
         as_stored = self._checkpoint.quantized(part.name, form, part.within_tensor(region))
@@ -313,7 +313,7 @@ def _dummy(
     for parameter in family_of(config).parameters(config):
         tensor = torch.empty(parameter.shape, dtype=dtypes.vectors, device=device)
         if parameter.name.endswith("norm.weight"):
-            tensor.fill_(1)
+            tensor = tensor.fill_(parameter.parts[0].factor).to(dtypes.of(parameter))
         elif parameter.name.endswith(".bias"):
             tensor.zero_()
         else:

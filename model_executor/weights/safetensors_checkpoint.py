@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -22,6 +23,9 @@ _STACKED_ENDINGS = (".experts.gate_up_proj", ".experts.down_proj")
 """What the names of the matrices of all experts in one tensor end with. transformers has them so in memory."""
 _PREFIX = "model."
 """What the names of all tensors but the output head begin with, unless the model was saved without an output head."""
+_IN_LANGUAGE_MODEL = re.compile(r"language_model\.(model\.|(?P<head>lm_head\.))|model\.language_model\.")
+"""What names of a language model begin with in a model that also takes images. The second form is transformers 5's."""
+_PARTS_FOR_IMAGES = "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
 
 
 class SafetensorsCheckpoint:
@@ -55,9 +59,10 @@ class SafetensorsCheckpoint:
                 f"tensor {stacked[0]!r} has the matrices of all experts, but each expert must have tensors of its own, "
                 "as save_pretrained of transformers writes them"
             )
+        names = _names_of_language_model(self._file_of)
         # Embedding models are often saved without an output head.
-        prefix = _PREFIX if EMBEDDING.removeprefix(_PREFIX) in self._file_of else ""
-        self._stored_name = {name if name == LM_HEAD else f"{prefix}{name}": name for name in self._file_of}
+        prefix = _PREFIX if EMBEDDING.removeprefix(_PREFIX) in names else ""
+        self._stored_name = {name if name == LM_HEAD else f"{prefix}{name}": stored for name, stored in names.items()}
         self.names = frozenset(self._stored_name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -84,6 +89,21 @@ class SafetensorsCheckpoint:
 
     def _file(self, name: str) -> SafetensorsFile:
         return self._file_of[self._stored_name[name]]
+
+
+def _names_of_language_model(names: Iterable[str]) -> dict[str, str]:
+    """The names in the files, by the names of a model for text only.
+
+    A model that also takes images has its language model under a name of its own, beside its other parts.
+    """
+    matches = {name: _IN_LANGUAGE_MODEL.match(name) for name in names}
+    if not any(matches.values()):
+        return {name: name for name in matches}
+    of_text = {name: match for name, match in matches.items() if not name.startswith(_PARTS_FOR_IMAGES)}
+    return {
+        name if match is None else f"{match['head'] or _PREFIX}{name[match.end() :]}": name
+        for name, match in of_text.items()
+    }
 
 
 def _weight_map(index_path: str) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from .experts_config import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames, ReadExperts, mixtral_experts, qwen_experts
 from .settings import Settings, quote
@@ -80,6 +81,18 @@ def _window_of_chosen_layers(config: Settings, num_layers: int) -> SlidingWindow
     return _windows_of_types(config, types, num_layers, window)
 
 
+def _window_of_local_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    window, types = config.integer("sliding_window"), config.texts("layer_types")
+    if types is None:
+        return local_windows(window, config.integer("sliding_window_pattern", 6), num_layers)
+    return _windows_of_types(config, types, num_layers, window)
+
+
+def local_windows(window: int, period: int, num_layers: int) -> SlidingWindows:
+    """The windows of a model of which every `period`-th layer has none."""
+    return tuple(window if (index + 1) % period else None for index in range(num_layers))
+
+
 def _rotated_layers(config: Settings, num_layers: int) -> tuple[bool, ...]:
     # 1 in `no_rope_layers` stands for a layer with a rotary embedding. A longer list is allowed, as in transformers.
     given = config.get("no_rope_layers")
@@ -124,10 +137,59 @@ class Family:
     """which layers have a rotary embedding; None: all"""
     gguf_window: bool = False
     """whether `attention.sliding_window` of a GGUF file is the window of all layers"""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """the values of keys that config.json may lack"""
+    has_text_config: bool = False
+    """whether the settings of the language model are in `text_config`, beside those of other parts"""
+    activation_key: str = "hidden_act"
+    has_query_scalar: bool = False
+    """whether `query_pre_attn_scalar` replaces head_dim in the scale of attention"""
+    has_local_rope: bool = False
+    """whether layers with a window have a rotary embedding of their own"""
+    scales_embeddings: bool = False
+    """whether embeddings are multiplied by the square root of hidden_size"""
+    output_norms: bool = False
+    """`ModelConfig.output_norms`"""
+    norm_offset: float = 0.0
+    """`ModelConfig.norm_offset` of a Hugging Face checkpoint"""
+    gguf_local_windows: bool = False
+    """whether `attention.sliding_window` of a GGUF file is the window of most layers (`local_windows`)"""
     experts: ReadExperts | None = None
     """reads the mixture of experts; None: all feed-forward layers are dense"""
     expert_names: ExpertNames = QWEN_NAMES
 
+
+_GEMMA3 = Family(
+    "gemma3_text",
+    "decoder",
+    _window_of_local_layers,
+    qkv_bias=None,
+    o_bias=None,
+    qk_norm=True,
+    tied_by_default=True,
+    defaults={
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    activation_key="hidden_activation",
+    has_query_scalar=True,
+    has_local_rope=True,
+    scales_embeddings=True,
+    output_norms=True,
+    norm_offset=1.0,
+    gguf_local_windows=True,
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", "decoder", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
@@ -185,6 +247,8 @@ FAMILIES: dict[str, Family] = {
         tied_by_default=True,
         rotated_layers=_rotated_layers,
     ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
 }
 # GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
 # ignores it, too.
@@ -196,6 +260,7 @@ GGUF_ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 """The architectures of files that have experts."""

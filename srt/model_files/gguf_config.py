@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,11 +11,24 @@ import numpy as np
 
 from ..errors import ModelNotSupported
 from .experts_config import gguf_experts
-from .families import FAMILIES, GGUF_ARCHITECTURES, GGUF_ARCHITECTURES_WITH_EXPERTS
+from .families import (
+    FAMILIES,
+    GGUF_ARCHITECTURES,
+    GGUF_ARCHITECTURES_WITH_EXPERTS,
+    SlidingWindows,
+    local_windows,
+)
 from .generation_defaults import GGUF_KEYS, read_generation_defaults
 from .gguf_file import GGUFFile, GGUFTensor
-from .model_config import MAX_LAYERS, ModelConfig
-from .rope_config import GGUF_DIVISORS, GGUFDivisors, layer_ropes, rope_from_gguf
+from .model_config import ACTIVATIONS, MAX_LAYERS, ModelConfig
+from .rope_config import (
+    GGUF_DIVISORS,
+    GGUFDivisors,
+    RopeConfig,
+    layer_ropes,
+    rope_from_gguf,
+    ropes_of_windows,
+)
 from .settings import Settings, quote
 
 # The `{architecture}.*` keys that a GGUF file may have. Others are refused, because nearly all change the computation.
@@ -24,6 +38,7 @@ _GGUF_KEYS = (
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor", "tensor_data_layout",
     "expert_count", "expert_used_count", "expert_feed_forward_length", "pooling_type", "attention.sliding_window",
+    "attention.sliding_window_pattern", "rope.freq_base_swa",
 )  # fmt: skip
 _GGUF_POOLINGS = (0, 3)
 """None, and the last token, which is what /v1/embeddings takes by default. Embedding models name their pooling."""
@@ -75,12 +90,20 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         if (given := config.integer(key, head_dim)) != head_dim:
             raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
     window = config.integer("attention.sliding_window", 0, minimum=0)
-    if window and not family.gguf_window:
+    if window and not (family.gguf_window or family.gguf_local_windows):
         raise metadata.unsupported(f"{prefix}attention.sliding_window={window} is not supported")
     context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=MAX_LAYERS)
     rope = rope_from_gguf(config, _rope_divisors(file, tensors, rotary_dim), context_len)
     if rotary_dim != head_dim:
         rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
+    windows: SlidingWindows = (window or None,) * num_layers
+    ropes = layer_ropes(family, config, rope, num_layers)
+    scale = head_dim**-0.5
+    if family.gguf_local_windows:
+        windows = local_windows(window, config.integer("attention.sliding_window_pattern", 6), num_layers)
+        ropes = ropes_of_windows(windows, rope, RopeConfig(config.number("rope.freq_base_swa", 10000.0, above=1)))
+        # GGUF files have no key for the scale. As in llama.cpp, only Gemma 3 27B has another one.
+        scale = (hidden_size // num_heads if num_layers == 62 else head_dim) ** -0.5
     special = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture=architecture,
@@ -92,10 +115,14 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         head_dim=head_dim,
         vocab_size=tensors["token_embd.weight"].shape[0],
         context_len=max(context_len, rope.context_len),
-        sliding_windows=(window or None,) * num_layers,
+        sliding_windows=windows,
         rms_norm_eps=config.number("attention.layer_norm_rms_epsilon", family.default_rms_norm_eps),
         rope=rope,
-        layer_ropes=layer_ropes(family, config, rope, num_layers),
+        hidden_act=ACTIVATIONS[str(family.defaults.get(family.activation_key, "silu"))],
+        layer_ropes=ropes,
+        attention_scale=scale,
+        embedding_scale=math.sqrt(hidden_size) if family.scales_embeddings else 1.0,
+        output_norms=family.output_norms,
         tie_word_embeddings="output.weight" not in tensors,
         qkv_bias=f"{first_projection}.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,

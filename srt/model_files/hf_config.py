@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
+
+import numpy as np
 
 from .families import FAMILIES, not_in_families
 from .generation_defaults import HF_KEYS, read_generation_defaults
-from .model_config import MAX_LAYERS, ModelConfig
+from .model_config import ACTIVATIONS, MAX_LAYERS, Activation, ModelConfig
 from .quantization_config import read_quantization_config
-from .rope_config import layer_ropes, rope_from_hf
+from .rope_config import layer_ropes, rope_from_hf, ropes_from_hf, ropes_of_windows
 from .settings import Settings
+
+_KEYS_OF_CHECKPOINT = (
+    "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 
 
 def config_from_hf(
@@ -25,12 +32,19 @@ def config_from_hf(
     """
     architecture = _architecture(config)
     family = FAMILIES[architecture]
+    if family.has_text_config:
+        config = _text_config(config)
+    config = config.with_defaults(family.defaults)
     quantization = read_quantization_config(config, of_autogptq)
     for key in ("rope_interleaved", "use_mrope"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
-    if not config.flag("is_causal", True):
-        raise config.unsupported("is_causal=False is not supported: attention here is always causal")
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.flag(key, causal) != causal:
+            raise config.unsupported(f"{key}={config.get(key)!r} is not supported: attention here is always causal")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None:
+            raise config.unsupported(f"{key} is not supported")
 
     num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
@@ -48,8 +62,16 @@ def config_from_hf(
         if is_set and known is False:
             raise config.unsupported(f"{key} is not supported for {architecture}")
     context_len = config.integer("max_position_embeddings")
-    rope = rope_from_hf(config, family, context_len, head_dim)
+    windows = family.sliding_windows(config, num_layers)
+    if family.has_local_rope:
+        rope, local_rope = ropes_from_hf(config, family, context_len, head_dim)
+        ropes = ropes_of_windows(windows, rope, local_rope)
+    else:
+        rope = rope_from_hf(config, family, context_len, head_dim)
+        ropes = layer_ropes(family, config, rope, num_layers)
     dtype = config.text("dtype") or config.text("torch_dtype")
+    dtype = None if dtype is None else dtype.removeprefix("torch.")
+    query_scalar = config.optional_number("query_pre_attn_scalar") if family.has_query_scalar else None
     bos_ids = config.token_ids("bos_token_id")
     if not bos_ids and config.get("bos_token_id") is not None:
         raise config.refusal("bos_token_id", "a token id, or null", [])
@@ -63,12 +85,16 @@ def config_from_hf(
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         context_len=max(context_len, rope.context_len),
-        sliding_windows=family.sliding_windows(config, num_layers),
+        sliding_windows=windows,
         # null does not stand for the default here: other libraries cannot compute with it, either.
         rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else family.default_rms_norm_eps),
-        hidden_act=config.text("hidden_act") or "silu",
+        hidden_act=_activation(config, family.activation_key),
         rope=rope,
-        layer_ropes=layer_ropes(family, config, rope, num_layers),
+        layer_ropes=ropes,
+        attention_scale=head_dim**-0.5 if query_scalar is None else query_scalar**-0.5,
+        embedding_scale=_rounded(math.sqrt(hidden_size), dtype) if family.scales_embeddings else 1.0,
+        output_norms=family.output_norms,
+        norm_offset=family.norm_offset,
         tie_word_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
@@ -77,12 +103,38 @@ def config_from_hf(
         experts=None if family.experts is None else family.experts(config, num_layers),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tuple(dict.fromkeys((*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")))),
-        dtype=None if dtype is None else dtype.removeprefix("torch."),
+        dtype=dtype,
         quantization=quantization,
         generation=read_generation_defaults(generation, HF_KEYS),
         model_path=path,
         load_format=load_format,
     )
+
+
+def _text_config(config: Settings) -> Settings:
+    """The config of the language model of a model that also takes images.
+
+    Keys that concern the whole checkpoint are at the top level of the file.
+    """
+    text = config.nested("text_config")
+    if text is None:
+        raise config.unsupported("it has no text_config")
+    return text.with_values({key: config.get(key) for key in _KEYS_OF_CHECKPOINT if config.get(key) is not None})
+
+
+def _activation(config: Settings, key: str) -> Activation:
+    name = config.text(key) or "silu"
+    if name not in ACTIVATIONS:
+        raise config.unsupported(f"{key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _rounded(number: float, dtype: str | None) -> float:
+    """The number in the type of a checkpoint. Models are trained with this rounding."""
+    if dtype == "bfloat16":
+        bits = int(np.float32(number).view(np.uint32))
+        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+    return float(np.float16(number) if dtype == "float16" else np.float32(number))
 
 
 def _architecture(config: Settings) -> str:

@@ -6,8 +6,10 @@ This module does not import torch, because the HTTP process reads the config too
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from ..errors import ModelNotSupported
 from .experts_config import ExpertsConfig
@@ -16,6 +18,12 @@ from .generation_defaults import GenerationDefaults
 from .quantization_config import QuantizationConfig
 from .rope_config import RopeConfig
 
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+"""The activation of a gated feed-forward layer. gelu_tanh: GELU whose error function is approximated by tanh."""
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+)
+"""The activations by the names that config.json has."""
 _SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "context_len",
@@ -43,10 +51,18 @@ class ModelConfig:
     sliding_windows: SlidingWindows = ()
     """An empty tuple is replaced by one None per layer."""
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
+    hidden_act: Activation = "silu"
     rope: RopeConfig = field(default_factory=RopeConfig)
     layer_ropes: tuple[RopeConfig, ...] = ()
     """of each layer; empty: every layer has `rope`"""
+    attention_scale: float = 0.0
+    """factor of the dot product of a query and a key; 0 is replaced by 1 / sqrt(head_dim)"""
+    embedding_scale: float = 1.0
+    """factor of the embeddings, before the first layer"""
+    output_norms: bool = False
+    """whether the outputs of attention and feed-forward layers are normalised before they are added to the residual"""
+    norm_offset: float = 0.0
+    """what is added to each weight of a norm that a checkpoint has"""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -68,6 +84,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        if not self.attention_scale:
+            object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
         where = f"{self.model_path}: " if self.model_path else ""
         if self.architecture not in FAMILIES:
             raise ModelNotSupported(f"{where}{not_in_families(self.architecture)}")
@@ -76,7 +94,11 @@ class ModelConfig:
                 raise ValueError(f"{where}{name} must be at least 1, got {getattr(self, name)}")
         if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
             raise ValueError(f"{where}rms_norm_eps must be a finite number above 0, got {self.rms_norm_eps}")
+        if self.embedding_scale != 1 and not self.output_norms:
+            raise ModelNotSupported(f"{where}scaled embeddings are not supported without norms of the layers' outputs")
         experts = self.experts
+        if experts is not None and self.hidden_act != "silu":
+            raise ModelNotSupported(f"{where}activation {self.hidden_act} is not supported in a mixture of experts")
         if experts is not None and not 1 <= experts.num_experts_per_token <= experts.num_experts:
             raise ValueError(
                 f"{where}a token must have from 1 to {experts.num_experts} experts, as many as a layer has, got "
@@ -88,14 +110,17 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"{where}head_dim must be even for rotary embedding, got {self.head_dim}")
-        if self.hidden_act not in ("silu", "swish"):
-            raise ModelNotSupported(f"{where}hidden_act {self.hidden_act!r} is not supported; supported: silu, swish")
         if any(window is not None and window < 1 for window in self.sliding_windows):
             raise ValueError(f"{where}a sliding window must be at least 1, got {self.sliding_windows}")
         if len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{where}{len(self.sliding_windows)} sliding windows given for {self.num_layers} layers")
         if len(self.ropes) != self.num_layers:
             raise ValueError(f"{where}{len(self.ropes)} rotary embeddings given for {self.num_layers} layers")
+
+    @property
+    def residual_norm_eps(self) -> float:
+        """`rms_norm_eps` of a residual stream that is divided by `embedding_scale` (models/decoder.py)."""
+        return self.rms_norm_eps / self.embedding_scale**2
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from .families import Family
+from .families import Family, SlidingWindows
 from .settings import Settings, quote
 
 MAX_POSITIONS = 2**31 - 1
 """Most positions of a context, because positions are sent to the device as int32."""
 _DEFAULT_THETA = 10000.0
+_GLOBAL_THETA = 1e6
+"""Of layers without a window in models whose other layers have `_DEFAULT_THETA`."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,37 @@ def rope_from_hf(config: Settings, family: Family, context_len: int, head_dim: i
     params = given.get("rope_scaling") or given.get("rope_parameters") or Settings(config.source, {})
     if any(isinstance(value, Mapping) for value in params.unused().values()):
         raise ValueError(f"{config.source}: rope settings differ by layer type, which is not supported")
+    return _rope_of(params, config, family, context_len, head_dim)
+
+
+def ropes_from_hf(config: Settings, family: Family, context_len: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """Read the configs of layers without and with a window, which differ.
+
+    transformers 5 writes both in `rope_parameters`. Before, `rope_scaling` concerned the layers without a window.
+    """
+    given = config.nested("rope_parameters") or Settings(config.source, {})
+    thetas = (
+        config.number("rope_theta", _GLOBAL_THETA, above=1),
+        config.number("rope_local_base_freq", _DEFAULT_THETA, above=1),
+    )
+    scalings = config.nested("rope_scaling"), None
+    ropes = [
+        _rope_of(
+            (scaling or given.nested(layer_type) or Settings(config.source, {})).with_defaults({"rope_theta": theta}),
+            config,
+            family,
+            context_len,
+            head_dim,
+        )
+        for layer_type, theta, scaling in zip(("full_attention", "sliding_attention"), thetas, scalings, strict=True)
+    ]
+    if unknown := given.unused():
+        raise config.unsupported(f"rope_parameters has settings that are not supported: {', '.join(unknown)}")
+    return ropes[0], ropes[1]
+
+
+def _rope_of(params: Settings, config: Settings, family: Family, context_len: int, head_dim: int) -> RopeConfig:
+    """Read one config. `params`: its settings. `config`: the file, which may have some of them at its top level."""
     old_type = params.text("type")
     rope_type = params.text("rope_type") or old_type or "default"
     theta_of = params if params.get("rope_theta") is not None else config
@@ -206,6 +239,11 @@ def rope_from_gguf(config: Settings, tensors: GGUFDivisors, context_len: int) ->
         return RopeConfig(theta, LinearScaling(factor))
     original = config.integer("rope.scaling.original_context_length", context_len)
     return RopeConfig(theta, _yarn_scaling(config, factor, original))
+
+
+def ropes_of_windows(windows: SlidingWindows, rope: RopeConfig, local_rope: RopeConfig) -> tuple[RopeConfig, ...]:
+    """`ModelConfig.layer_ropes` of a model whose layers with a window have `local_rope`."""
+    return tuple(rope if window is None else local_rope for window in windows)
 
 
 def layer_ropes(family: Family, config: Settings, rope: RopeConfig, num_layers: int) -> tuple[RopeConfig, ...]:

@@ -111,6 +111,14 @@ class Settings:
             raise self.refusal(key, "an object", value)
         return Settings(self.source, value, f"{self._prefix}{key}.")
 
+    def with_defaults(self, values: Mapping[str, Any]) -> Settings:
+        """The settings, with these values for keys that the file does not have."""
+        return Settings(self.source, {**values, **self._values}, self._prefix)
+
+    def with_values(self, values: Mapping[str, Any]) -> Settings:
+        """The settings, with these values instead of the file's."""
+        return Settings(self.source, {**self._values, **values}, self._prefix)
+
     def unused(self) -> dict[str, Any]:
         """The values that have not been accessed, without nulls."""
         return {key: value for key, value in self._values.items() if key not in self._used and value is not None}

@@ -12,6 +12,7 @@ from tercet.srt.model_files.load_config import load_model_config
 
 # The numbers of parameters that the models' pages give.
 PARAMETERS = {
+    "gemma-3-1b": 999_885_952,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "qwen3-0.6b": 596_049_920,
@@ -37,7 +38,7 @@ def test_a_path_is_a_model_too_and_anything_else_is_refused(tmp_path: Path) -> N
     path = tmp_path / "config.json"
     path.touch()
     assert presets.model_path(str(path)) == str(path)
-    with pytest.raises(ValueError, match=r"one of llama-3.1-8b, .*got 'llama-9'"):
+    with pytest.raises(ValueError, match=r"one of gemma-3-1b, .*got 'llama-9'"):
         presets.model_path("llama-9")
 
 

@@ -199,7 +199,9 @@ def test_rows(dtype: torch.dtype) -> None:
         assert relative_error(residual, before + x.double()) < TOLERANCE[dtype]
         assert relative_error(out, rmsnorm_ref(residual.double(), weight.double(), 1e-5)) < TOLERANCE[dtype]
         gate_up = torch.randn(33, 2 * width, generator=g, device=DEVICE).to(dtype)
-        assert relative_error(act_and_mul(gate_up), act_and_mul_ref(gate_up.double())) < TOLERANCE[dtype]
+        for activation in ("silu", "gelu_tanh"):
+            expected = act_and_mul_ref(gate_up.double(), activation)
+            assert relative_error(act_and_mul(gate_up, activation), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("fp8", [False, True])

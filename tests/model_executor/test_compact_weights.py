@@ -93,7 +93,7 @@ def test_layers_have_the_bits_of_plain_weights(rows: int, n: int, words: int, bi
     assert torch.equal(ops.linear_argmax(x, compact, bias, n), ops.linear_argmax(x, plain, bias, n))
     gated = torch.cat((weight, weight.flip(0)))
     plain, compact = gated_panels_of(gated).contiguous(), gated_panels_of(gated, compact=True)
-    assert torch.equal(ops.linear_silu_mul(x, compact, None, n), ops.linear_silu_mul(x, plain, None, n))
+    assert torch.equal(ops.gated_linear(x, compact, None, n), ops.gated_linear(x, plain, None, n))
 
 
 def test_most_weights_become_compact() -> None:

@@ -96,9 +96,9 @@ class Experts:
         """The result of one expert in float32, by the operations of linear layers."""
         gate_up, down, bits = self.gate_ups[expert], self.downs[expert], self.kind.bits
         if bits is not None:
-            inner = ops.quantized_linear_silu_mul(x, gate_up, None, self.inner, bits)
+            inner = ops.quantized_gated_linear(x, gate_up, None, self.inner, bits)
             return ops.quantized_linear(inner, down, None, self.hidden, bits, True)
-        inner = ops.linear_silu_mul(x, gate_up, None, self.inner)
+        inner = ops.gated_linear(x, gate_up, None, self.inner)
         return ops.linear(inner, down, None, self.hidden, True)
 
     def reference(self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_a_recorded_step_has_the_bits_of_launched_ones(kind: str) -> None:
     size = max(64, drawn.multiple)
     experts = Experts(drawn, 6, size, size)
     x, logits = (torch.empty_like(part) for part in inputs(drawn.dtype, tokens, size, 6))
-    graph, norm = torch.classes.tercet_cpu.Graph(), torch.ones(size, dtype=drawn.dtype)
+    graph, norm = torch.classes.tercet_cpu.Graph(), torch.ones(size)
     graph.record(tokens, tokens, tokens)
     inner = experts(ops.rms_norm(x, None, norm, 1e-5), logits, 2)
     out = experts(ops.rms_norm(inner, None, norm, 1e-5), logits, 3, False)  # takes memory of the first one

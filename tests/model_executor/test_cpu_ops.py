@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_build, cpu_extension
 from tercet.model_executor.attention.registry import PAGE_OF_PANELS
+from tercet.model_executor.layers.activation import gated_activation
 from tercet.model_executor.layers.layernorm import HeadNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
 from tercet.srt.model_files.rope_config import RopeConfig
@@ -55,14 +56,26 @@ def test_linear(drawn, to_float):
 
 
 @settings(max_examples=80)
-@given(matrices())
-def test_gated_linear(drawn):
+@given(matrices(), st.sampled_from(["silu", "gelu_tanh"]))
+def test_gated_linear(drawn, activation):
     x, weight, bias = drawn
     if len(weight) % 2:
         weight, bias = torch.cat((weight, weight[:1])), None if bias is None else torch.cat((bias, bias[:1]))
-    gate, up = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, -1)
+    gate_up = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    out = layers().CpuGatedLinear(weight, bias, activation)(x)
     # Both factors are sums of about this size, so the errors of one are multiplied by the other.
-    assert_close(layers().CpuGatedLinear(weight, bias)(x), F.silu(gate) * up, x.dtype, typical=math.sqrt(x.shape[1]))
+    assert_close(out, gated_activation(gate_up, activation), x.dtype, typical=math.sqrt(x.shape[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_an_activation_has_its_limits(dtype, activation):
+    """The activation of a large number is the number, and that of a large negative one is 0."""
+    largest = torch.finfo(dtype).max / 8
+    gate = torch.tensor([[largest, 1e3, 50.0, 0.0, -50.0, -1e3, -1e4, -largest]]).to(dtype)
+    weight = torch.cat((torch.eye(8), torch.zeros(8, 8))).to(dtype)
+    linear = layers().CpuGatedLinear(weight, torch.cat((torch.zeros(8), torch.ones(8))).to(dtype), activation)
+    assert torch.allclose(linear(gate)[0], gate[0].clamp(min=0), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
@@ -86,7 +99,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype, weight_dtype):
 def test_rms_norm(dtype, rows, n, summed, seed):
     generator = torch.Generator().manual_seed(seed % 2**63)
     x, residual = torch.randn(2, rows, n, generator=generator).to(dtype)
-    weight = torch.randn(n, generator=generator).to(dtype)
+    weight = torch.randn(n, generator=generator)
     total = (x + residual) if summed else x
     expected = F.rms_norm(total.double(), (n,), weight.double(), 1e-5)
     out = ops.rms_norm(x, residual if summed else None, weight, 1e-5)
@@ -109,7 +122,7 @@ def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed
     generator = torch.Generator().manual_seed(seed)
     heads, pool_size = kv_heads * group, 50
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
-    norms = [torch.randn(head_dim, generator=generator).to(dtype) if normed else None for _ in range(2)]
+    norms = [torch.randn(head_dim, generator=generator) if normed else None for _ in range(2)]
     positions = torch.randint(0, 99, (tokens,), generator=generator)
     slots = torch.randperm(pool_size, generator=generator)[:tokens]
     rope = RopeConfig(theta=1e4)
@@ -261,7 +274,7 @@ def test_wrong_shapes_are_refused():
         ops.embedding(torch.tensor([3]), twice, torch.float32)
     for k, n in ((0, 40), (64, 0)):
         empty = torch.zeros(-(-n // panel), k, panel, 1)
-        for linear in (ops.linear, ops.linear_argmax, ops.linear_silu_mul):
+        for linear in (ops.linear, ops.linear_argmax, ops.gated_linear):
             with pytest.raises(RuntimeError, match=f"must have columns, got {k} and"):
                 linear(torch.randn(40, k), empty, None, n)
     groups = torch.zeros(0, 2, 1, dtype=torch.uint8)

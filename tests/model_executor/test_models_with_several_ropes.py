@@ -17,15 +17,21 @@ from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import NO_ROTATION, RopeConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
-ROPES = tuple(NO_ROTATION if index == 1 else CONFIG.rope for index in range(CONFIG.num_layers))
+SEVERAL_ROPES = replace(
+    CONFIG, layer_ropes=tuple(NO_ROTATION if index == 1 else CONFIG.rope for index in range(CONFIG.num_layers))
+)
+LIKE_GEMMA = replace(
+    SEVERAL_ROPES, output_norms=True, norm_offset=1.0, embedding_scale=8.0, hidden_act="gelu_tanh", attention_scale=0.2
+)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("name", ["smollm3", "smollm3_window"])
+@pytest.mark.parametrize("name", ["smollm3", "smollm3_window", "gemma3", "gemma3_scaled", "gemma3_images"])
 def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
     model = make_model(name)
     config = load_model_config(save(model, tmp_path))
@@ -36,12 +42,14 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tm
     assert_greedy_tokens_equal(driver, model, ids[:9])
 
 
+@pytest.mark.parametrize("config", [SEVERAL_ROPES, LIKE_GEMMA], ids=["ropes", "gemma"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
-def test_recorded_steps_have_the_bits_of_launched_ones(variant: tuple[str, str | None, int]) -> None:
+def test_recorded_steps_have_the_bits_of_launched_ones(
+    variant: tuple[str, str | None, int], config: ModelConfig
+) -> None:
     ids = np.random.default_rng(3).integers(0, 301, 40)
 
     def logits(*, disable_cuda_graph: bool) -> dict[int, torch.Tensor]:
-        config = replace(CONFIG, layer_ropes=ROPES)
         runner = make_cpu_runner(variant, config, disable_cuda_graph=disable_cuda_graph)
         assert isinstance(runner._recorded, CpuGraphRunner) != disable_cuda_graph
         return RunnerDriver(runner).logits_along(1, ids, [20, 10])

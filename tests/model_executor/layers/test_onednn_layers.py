@@ -15,8 +15,10 @@ from patience import PATIENCE_S
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers import onednn_layers
+from tercet.model_executor.layers.activation import gated_activation
 from tercet.model_executor.layers.linear import can_pack
 from tercet.model_executor.layers.onednn_layers import BLOCK_ROWS, OneDnnLinear, PartShape, keeps_bits, part_shapes
+from tercet.srt.model_files.model_config import Activation
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(torch.empty(1, 1, dtype=dtype))]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -39,22 +41,27 @@ def forgotten() -> Iterator[None]:
     st.integers(1, 600),
     st.integers(1, 300),
     st.integers(1, 150),
-    st.booleans(),
+    st.sampled_from([None, "silu", "gelu_tanh"]),
     st.booleans(),
     st.integers(0, 2**31),
 )
 def test_products(
-    dtype: torch.dtype, rows: int, num_out: int, words: int, is_gated: bool, has_bias: bool, seed: int
+    dtype: torch.dtype,
+    rows: int,
+    num_out: int,
+    words: int,
+    activation: Activation | None,
+    has_bias: bool,
+    seed: int,
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator, is_gated = torch.Generator().manual_seed(seed), activation is not None
     n, k = num_out * (2 if is_gated else 1), 2 * words
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, k), (n, k), (n,)))
-    layer = OneDnnLinear(weight, bias if has_bias else None, is_gated=is_gated)
+    layer = OneDnnLinear(weight, bias if has_bias else None, activation)
     out = layer(x)
     expected = F.linear(x.double(), weight.double(), bias.double() if has_bias else None)
-    if is_gated:
-        gate, up = expected.chunk(2, 1)
-        expected = F.silu(gate) * up
+    if activation is not None:
+        expected = gated_activation(expected, activation)
     assert out.shape == expected.shape and out.dtype == dtype
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * expected.abs().max().clamp(min=0.1)
     row = int(torch.randint(rows, (1,), generator=generator))
@@ -66,7 +73,7 @@ def test_products(
 @pytest.mark.parametrize(("n", "k", "is_gated"), [(960, 576, False), (3072, 576, True)])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype, n: int, k: int, is_gated: bool) -> None:
     x = torch.randn(600, k).to(dtype)
-    layer = OneDnnLinear((torch.randn(n, k) / k**0.5).to(dtype), is_gated=is_gated)
+    layer = OneDnnLinear((torch.randn(n, k) / k**0.5).to(dtype), activation="silu" if is_gated else None)
     assert len(layer.parts) >= 2
     everything = layer(x)
     for rows in (*range(1, 34), 63, 64, 65, 128, 255, 256, 257, 513):
@@ -101,7 +108,7 @@ assert all(torch.equal(out, outs[0]) for out in outs)
 def test_the_compared_shapes_are_those_of_the_layers_parts(
     dtype: torch.dtype, is_gated: bool, shape: tuple[int, int]
 ) -> None:
-    layer = OneDnnLinear(torch.randn(shape).to(dtype), is_gated=is_gated)
+    layer = OneDnnLinear(torch.randn(shape).to(dtype), activation="silu" if is_gated else None)
     expected = {PartShape(part.shape[0], part.shape[1], True, dtype) for part in layer.parts}
     assert part_shapes(shape, dtype, is_gated=is_gated, has_bias=True) == expected
 
@@ -136,7 +143,8 @@ def test_an_error_of_onednn_is_raised() -> None:
         ((x[:, :7].contiguous(), [part], [], 6), "rows as long as those of x"),
         ((x, [part], [torch.randn(5)], 6), "bias must have shape"),
         ((x, [part], [torch.randn(6)] * 2, 6), "a bias for each part"),
-        ((x, [ops.pack_for_onednn(torch.randn(rows, 8)) for rows in (3, 5)], [], 4, True), "as many rows of gate as"),
+        ((x, [part], [], 3, "relu"), "activation must be silu or gelu_tanh, got relu"),
+        ((x, [ops.pack_for_onednn(torch.randn(rows, 8)) for rows in (3, 5)], [], 4, "silu"), "as many rows of gate as"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.onednn_linear(*arguments)

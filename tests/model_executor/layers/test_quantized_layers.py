@@ -13,6 +13,7 @@ from quantized_weights import FORMS as STORED_FORMS
 from quantized_weights import drawn_weight
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.activation import gated_activation
 from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
@@ -80,11 +81,11 @@ def test_linear(drawn, to_float):
 
 
 @settings(max_examples=80)
-@given(matrices())
-def test_gated_linear(drawn):
+@given(matrices(), st.sampled_from(["silu", "gelu_tanh"]))
+def test_gated_linear(drawn, activation):
     x, weight, bias = drawn
-    gate, up = product(x, weight, bias).chunk(2, -1)
-    assert_close(layers().QuantizedGatedLinear(weight, bias)(x), F.silu(gate) * up, x.dtype)
+    expected = gated_activation(product(x, weight, bias), activation)
+    assert_close(layers().QuantizedGatedLinear(weight, bias, activation)(x), expected, x.dtype)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -130,7 +130,8 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_biases", "qwen3", "mistral_window", "phi3", "qwen3_moe", "mixtral", "smollm3_window"]
+    "name",
+    ["llama_biases", "qwen3", "mistral_window", "phi3", "qwen3_moe", "mixtral", "smollm3_window", "gemma3_scaled"],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:
     model = make_model(name)

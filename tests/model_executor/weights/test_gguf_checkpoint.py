@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
         ("qwen3_moe_all", "qwen3moe"),
         ("mixtral", "llama"),
         ("smollm3_default", "smollm3"),
+        ("gemma3_default", "gemma3"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):

@@ -168,6 +168,44 @@ def test_an_output_head_beside_names_without_a_prefix(folder):
     assert all(torch.equal(expected[name], loaded[name]) for name in expected | loaded)
 
 
+@pytest.mark.parametrize("form", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_beside_parts_for_images(tmp_path, form, tied):
+    """In files of transformers 4 and of transformers 5."""
+    save(make_model("llama_31_tied" if tied else "llama"), tmp_path)
+    expected = load(tmp_path)
+    parts, old = "model." if form.startswith("model.") else "", form.startswith("language_model.")
+
+    def add_parts(tensors):
+        for name in list(tensors):
+            under = name.removeprefix("model.")
+            tensors[form + under if under != name else ("language_model." if old else "") + name] = tensors.pop(name)
+        tensors[f"{parts}vision_tower.encoder.weight"] = torch.ones(2)
+        tensors[f"{parts}multi_modal_projector.weight"] = torch.ones(2)
+
+    edit(tmp_path, add_parts)
+    loaded = load(tmp_path)
+    assert all(torch.equal(expected[name], loaded[name]) for name in expected | loaded)
+    edit(tmp_path, lambda tensors: tensors.update({"audio_tower.weight": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"unexpected: audio_tower\.weight"):
+        load(tmp_path)
+
+
+def test_numbers_of_norms_are_computed_in_float32(tmp_path):
+    save(make_model("gemma3"), tmp_path)
+    stored, loaded = load_file(tmp_path / "model.safetensors"), load(tmp_path, torch.bfloat16)
+    for name, source, factor in (
+        ("input_norm", "input_layernorm", 1),
+        ("attention_output_norm", "post_attention_layernorm", 1 / 8),
+        ("post_attention_norm", "pre_feedforward_layernorm", 1),
+        ("feed_forward_output_norm", "post_feedforward_layernorm", 1 / 8),
+        ("q_norm", "self_attn.q_norm", 1),
+    ):
+        expected = (stored[f"model.layers.1.{source}.weight"] + 1) * factor
+        assert torch.equal(loaded[f"layers.1.{name}.weight"], expected), name
+    assert loaded["norm.weight"].dtype == torch.float32 and loaded["layers.1.o_proj.weight"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     "index", [{}, [], {"weight_map": []}, {"weight_map": {"a": None}}, {"weight_map": {"a": 5}}, 7]
 )
