@@ -217,6 +217,6 @@ def _check_tiers(args: ServerArgs) -> None:
     for name in ("hicache_size", "hicache_storage_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < 2**20:
-            raise ValueError(f"{flag_name(name)} must be a positive number of GB, got {value}")
+            raise ValueError(f"{flag_name(name)} is in GB and must be above 0 and below {2**20}, got {value:g}")
     if args.hicache_storage_dir == "":
         raise ValueError("--hicache-storage-dir must name a folder, got ''")

@@ -92,10 +92,13 @@ def test_a_row_has_the_same_bits_in_every_batch(seed: int, num_in: int, dtype: t
 def test_layers_are_those_of_the_widened_weight(form: str) -> None:
     """But for the rounding of activations, an error of at most 1/16 of a number. A gate makes it larger."""
     x, weight, bias = drawn(1, 7, 256), weight_of(2, 80, 256, form), drawn(3, 80, 1)[:, 0]
-    for made, wide, allowed in ((Fp8Linear, Linear, 0.06), (Fp8GatedLinear, GatedLinear, 0.2)):
-        expected = wide(weight.dequantize(), bias)(x)
-        error = made(weight, bias)(x) - expected
-        assert 0 < error.norm() < allowed * expected.norm()
+    wide = weight.dequantize()
+    for layer, expected, allowed in (
+        (Fp8Linear(weight, bias), Linear(wide, bias)(x), 0.06),
+        (Fp8GatedLinear(weight, bias), GatedLinear(wide, bias)(x), 0.2),
+        (Fp8GatedLinear(weight, bias, "gelu_tanh"), GatedLinear(wide, bias, "gelu_tanh")(x), 0.2),
+    ):
+        assert 0 < (layer(x) - expected).norm() < allowed * expected.norm()
 
 
 def test_nothing_of_no_rows() -> None:
