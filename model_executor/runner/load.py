@@ -196,7 +196,7 @@ class _RunnerBuilder:
             widened=settings.widens_activations,
         )
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
-        reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes(num_rows)
+        reserve += self.sampler.max_edit_bytes(num_rows) + self.sampler.max_choice_bytes(num_rows)
         reserve += block_bytes(config.vocab_size, compiled=cpu_extension.load() is not None)
         if compiled and settings.record_steps:
             # A recorded step keeps its tensors, and shares memory only among tensors of equal size. Those of sampled
@@ -333,7 +333,7 @@ class _RunnerBuilder:
         step_bytes += max(runner.attention.max_part_bytes(settings.context_len), decode_parts)
         if settings.attention_backend == "torch":  # requests may be longer than those of the warm-up steps
             step_bytes += torch_attention_bytes(settings, self.config, settings.context_len, writes_scores=True)
-        reserve = step_bytes + self.sampler.max_edit_bytes
+        reserve = step_bytes + self.sampler.max_edit_bytes(settings.max_choices)
         if settings.host_kv is not None:
             reserve += device_bytes(settings.page_size * self.bytes_per_token)
         if runner.attention.num_splits(np.ones(1, np.int32)) is None:

@@ -19,6 +19,8 @@ from .token_mask import MaskApplication, apply_masks_on_cpu, apply_masks_ref
 BLOCK_ELEMENTS = 2**22
 """Rows are sampled in blocks of about this many logits."""
 _BYTES_PER_RANKED_LOGIT = 64
+_BYTES_PER_EDITED_LOGIT = 28
+"""Of a block: the logits and the counts, and five more tensors of 32 bits."""
 
 
 class BlockSampling:
@@ -46,6 +48,10 @@ class BlockSampling:
         if isinstance(self._choice, CpuChoice):
             return 0
         return _BYTES_PER_RANKED_LOGIT * self._vocab_size * min(self._block_rows, num_rows)
+
+    def edit_bytes(self, num_rows: int) -> int:
+        """All edited logits in float32, and the tensors of one block."""
+        return self._vocab_size * (4 * num_rows + _BYTES_PER_EDITED_LOGIT * min(self._block_rows, num_rows))
 
     def sample(
         self,

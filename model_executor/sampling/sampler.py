@@ -31,6 +31,9 @@ class RowSampling(Protocol):
     def max_bytes(self, num_rows: int) -> int:
         """The memory in bytes that it takes on a CPU for `num_rows` rows, besides edits."""
 
+    def edit_bytes(self, num_rows: int) -> int:
+        """The memory in bytes that edits of `num_rows` rows take: the edited logits, and what computes them."""
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -73,13 +76,12 @@ class Sampler:
         self._edits = LogitEdits(num_rows, vocab_size, self._device, self._state)
         self._sampling = self._make_sampling(use_kernels)
 
-    @property
-    def max_edit_bytes(self) -> int:
-        """The device memory of logit edits in bytes when all rows need all edits.
+    def max_edit_bytes(self, num_choices: int) -> int:
+        """The device memory of logit edits in bytes when all rows, and `num_choices` choices of tokens, need all edits.
 
-        It holds the counts, the biases, a second copy of one of these while it grows, and the edited logits.
+        It holds the counts, the biases, a second copy of one of these while it grows, and what the edits take.
         """
-        return self._num_rows * self._vocab_size * 4 * 4
+        return self._num_rows * self._vocab_size * 4 * 3 + self._sampling.edit_bytes(num_choices)
 
     def max_choice_bytes(self, num_choices: int) -> int:
         """The memory in bytes that `num_choices` choices of tokens take on a CPU."""
@@ -136,5 +138,5 @@ class Sampler:
         if use_kernels:
             from .triton_sampling import TritonSampling  # importing Triton takes half a second
 
-            return TritonSampling(self._state, self._edits)
+            return TritonSampling(self._vocab_size, self._state, self._edits)
         return BlockSampling(self._vocab_size, self._device, self._state, self._edits)

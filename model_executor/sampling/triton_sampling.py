@@ -22,13 +22,18 @@ class TritonSampling:
 
     masks_in_place = False
 
-    def __init__(self, state: SamplingState, edits: LogitEdits) -> None:
+    def __init__(self, vocab_size: int, state: SamplingState, edits: LogitEdits) -> None:
+        self._vocab_size = vocab_size
         self._state = state
         self._edits = edits
 
     def max_bytes(self, num_rows: int) -> int:
         """0: a GPU's warm-up steps measure the memory."""
         return 0
+
+    def edit_bytes(self, num_rows: int) -> int:
+        """The edited logits in float32."""
+        return 4 * self._vocab_size * num_rows
 
     def sample(
         self,
