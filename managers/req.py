@@ -228,9 +228,9 @@ class Req:
     @property
     def takes_drafts(self) -> bool:
         """Whether drafts may be proposed for it. With a grammar, forced tokens are computed first. Hidden states of
-        rejected drafts would have to be dropped. Penalties count what the device samples, also after a wrong draft."""
+        rejected drafts would have to be dropped."""
         is_ready = self.grammar is None or self.num_tokens == self.kv_len + 1
-        return is_ready and self.hidden is None and not self.sampling.has_penalties
+        return is_ready and self.hidden is None
 
     @property
     def takes_forced_tokens(self) -> bool:

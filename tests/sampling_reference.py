@@ -43,6 +43,12 @@ def sampler_of_every_kind(vocab_size: int, device: str = "cpu") -> Sampler:
     return sampler
 
 
+def counts_of(sampler: Sampler, row: int) -> list[int] | None:
+    """What a sampler has counted for a row's penalties (LogitEdits.counts); None: it counts nothing."""
+    line = int(sampler._edits._counts.lines(np.array([row]))[0])
+    return None if line < 0 else sampler._edits.counts[line].tolist()
+
+
 def all_rows(first: int = 1) -> np.ndarray:
     return np.arange(first, len(EVERY_KIND) + 1, dtype=np.int32)
 

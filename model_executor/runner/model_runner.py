@@ -143,6 +143,7 @@ class ModelRunner:
         rows: Int32Array,
         lens: Int32Array,
         masks: TokenMasks | None = None,
+        drafts: Int32Array | None = None,
     ) -> tuple[TokenCopy, SampledLogprobs | None]:
         """Queue N choices of tokens, and the copy of the tokens to the host.
 
@@ -150,7 +151,7 @@ class ModelRunner:
 
         The next step reads the tokens from `future_tokens`. `rows`: int32 [N], the row of each on the host. `lens`:
         int32 [N], length of the request before it. `masks`: the tokens that grammars allow; masked logits may be
-        changed.
+        changed. `drafts`: those of Choices.
         """
         if head.greedy is not None and masks is None and self._needs_no_logits(rows, lens):
             return head.greedy(), None
@@ -158,16 +159,18 @@ class ModelRunner:
         if masks is not None and self.sampler.masks_in_place and self._logprobs.wanted(rows):
             masked = logits.clone()  # log probabilities are those of the model
         newest = NewestTokens(self.future_tokens, head.rows)
-        tokens = self.sampler.sample(masked, rows, lens, masks, newest)
+        tokens = self.sampler.sample(masked, rows, lens, masks, newest, drafts)
         return self._downloads.fetch(tokens), self._logprobs.of_tokens(logits, tokens, rows)
 
     @in_inference_mode
     def verify(self, tokens: TokenCopy, choices: Choices) -> Verified:
-        """Find the accepted tokens of a step with drafts, and correct `future_tokens`. Only on a CPU: on a GPU, the
-        host would wait for the tokens."""
+        """Find the accepted tokens of a step with drafts, count them for penalties, and correct `future_tokens`. Only
+        on a CPU: on a GPU, the host would wait for the tokens."""
         assert not self.is_asynchronous
         verified = verify(tokens.wait(), choices)
-        self.future_tokens.numpy()[choices.rows[choices.starts]] = verified.newest()
+        self.future_tokens.numpy()[verified.rows] = verified.newest()
+        if self.sampler.any_counted:
+            self.sampler.count(verified.rows_of_tokens(), verified.tokens)
         return verified
 
     def _needs_no_logits(self, rows: Int32Array, lens: Int32Array) -> bool:
@@ -342,7 +345,8 @@ class RunningStep:
     def sample(self, masks: TokenMasks | None = None) -> None:
         if self._forward is None:
             return
-        self._tokens, self._logprobs = self._runner.choose(*self._forward, masks)
+        drafts = None if self._drafted is None else self._drafted.drafts
+        self._tokens, self._logprobs = self._runner.choose(*self._forward, masks, drafts)
         self._forward = None  # the logits' memory is free for the next step
         if self._drafted is not None:
             self._verified = self._runner.verify(self._tokens, self._drafted)

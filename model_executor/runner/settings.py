@@ -156,10 +156,10 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     max_choices = server_args.max_running_requests
     max_recorded_rows = min(max_choices, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
     if server_args.speculative_algorithm is not None:
-        if not on_cpu:
+        if not on_cpu or backend == "triton":
             raise ValueError(
-                f"--speculative-algorithm {server_args.speculative_algorithm} needs --device cpu, got {device.type}: "
-                "GPUs have no recorded steps with drafts"
+                f"--speculative-algorithm {server_args.speculative_algorithm} needs --device cpu, and "
+                f"--attention-backend cpu or torch, got {device.type} and {backend}"
             )
         max_choices = max(max_choices, MAX_VERIFIED_TOKENS)
         max_recorded_rows = max(max_recorded_rows, MAX_VERIFIED_TOKENS)

@@ -7,9 +7,10 @@ import numpy.typing as npt
 import torch
 
 from .. import cpu_extension
-from ..step import TokenMasks
+from ..step import Int32Array, TokenMasks
 from .counter_rng import uniform
 from .cpu_choice import CpuChoice
+from .draft_verification import EarlierDrafts
 from .logit_edits import LogitEdits
 from .newest_tokens import NewestTokens
 from .sampling_state import SamplingState
@@ -60,11 +61,12 @@ class BlockSampling:
         positions: npt.NDArray[np.int64],
         masks: TokenMasks | None,
         newest: NewestTokens | None,
+        drafts: Int32Array | None,
     ) -> torch.Tensor:
         n = len(rows)
         if isinstance(self._choice, CpuChoice) and masks is None and not self._edits.any_needed(rows, positions):
             return self._choice.of_rows(logits, rows, positions, self._state, newest)
-        x = self._edited(logits, rows, positions)
+        x = self._edited(logits, rows, positions, drafts)
         if masks is not None:
             self._apply_masks(x, *self._state.send_all(masks.lines.astype(np.int64), masks.bits))
         groups, choice = self._state.group(rows), self._choice
@@ -85,13 +87,18 @@ class BlockSampling:
                     lines, block_rows, draw = packed[0], packed[1], packed[2].view(torch.float64)
                     chosen = choose(Block(x, lines, block_rows, draw, self._state.host[rows[block]]))
                     tokens.index_copy_(0, lines, chosen)
-        self._edits.count(rows, tokens)
+        if drafts is None:
+            self._edits.count(rows, tokens)
         if newest is not None:
             newest.store(tokens)
         return tokens
 
     def _edited(
-        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        drafts: Int32Array | None,
     ) -> torch.Tensor:
         """The edited logits in float32."""
         edited = np.flatnonzero(self._edits.needed(rows, positions))
@@ -99,7 +106,8 @@ class BlockSampling:
         for block in self._blocks(edited):
             at = self._state.send(block)
             part = x.index_select(0, at)
-            self._edits.apply(part, rows[block], positions[block])
+            earlier = None if drafts is None else EarlierDrafts(drafts, block)
+            self._edits.apply(part, rows[block], positions[block], earlier)
             x.index_copy_(0, at, part)
         return x
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...srt.logprobs import Logprobs
-from ..step import Choices, Int32Array
+from ..step import NO_DRAFT, Choices, Int32Array
 
 
 class Verified(NamedTuple):
@@ -27,6 +27,12 @@ class Verified(NamedTuple):
     """[R], at least 1 and at most 1 + the number of drafts"""
     starts: list[int]
     """[R], index in [N] of each row's first choice"""
+    rows: Int32Array
+    """[R], the row of each"""
+
+    def rows_of_tokens(self) -> Int32Array:
+        """[sum(num_tokens)], the row of each token."""
+        return np.repeat(self.rows, self.num_tokens)
 
     def newest(self) -> npt.NDArray[np.int64]:
         """[R], the last token of each row, or 0 for an invalid one (see NewestTokens)."""
@@ -40,6 +46,23 @@ class Verified(NamedTuple):
             if start in logprobs:
                 found[place] = Logprobs.concat([logprobs[start + i] for i in range(length)])
         return found
+
+
+class EarlierDrafts(NamedTuple):
+    """The drafts before n of the N choices of a step. A choice follows them as if they were known to be right."""
+
+    drafts: Int32Array
+    """[N], see `Choices`"""
+    lines: npt.NDArray[np.int64]
+    """[n], index of each choice in [N]"""
+
+    def flat(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """All drafts before the choices at `places`, indices in [n]. int64 each: index in `places`, and the draft."""
+        starts = np.concatenate(([0], np.flatnonzero(self.drafts == NO_DRAFT) + 1))
+        ends = self.lines[places]
+        firsts = starts[np.searchsorted(starts, ends, side="right") - 1]
+        found = [self.drafts[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
+        return np.repeat(np.arange(len(places)), ends - firsts), np.concatenate(found).astype(np.int64)
 
 
 def verify(tokens: Int32Array, choices: Choices) -> Verified:
@@ -59,4 +82,5 @@ def verify(tokens: Int32Array, choices: Choices) -> Verified:
             end += 1
         accepted += chosen[start : end + 1]
         num_tokens.append(end + 1 - start)
-    return Verified(np.array(accepted, np.int32), np.array(num_tokens, np.int32), starts)
+    rows = choices.rows[choices.starts]
+    return Verified(np.array(accepted, np.int32), np.array(num_tokens, np.int32), starts, rows)

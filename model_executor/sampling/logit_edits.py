@@ -9,7 +9,9 @@ For each token t with logit x, in this order:
 4. logit_bias b: x + b
 5. stop tokens, until the output has min_new_tokens: -inf
 
-Output tokens are counted on the device when they are sampled, because the host may not have them at the next step.
+Output tokens are counted on the device when they are sampled, because the host may not have them at the next step. In
+a step with drafts, each choice follows other tokens: drafts before it count for it alone, and the accepted tokens are
+counted when they are known.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from ..step import Int32Array, NewRow
+from .draft_verification import EarlierDrafts
 from .sampling_state import Column, SamplingState
 
 
@@ -50,6 +53,11 @@ class LazyRowTable:
         if self._lines[row] >= 0:
             self._free.append(int(self._lines[row]))
             self._lines[row] = -1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has a line."""
+        return len(self._free) == len(self.table)
 
     def lines(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """The line of each row; -1 for a row without a line."""
@@ -127,6 +135,11 @@ class LogitEdits:
         return not self._edited.isdisjoint(rows.tolist()) and bool(self.needed(rows, seq_lens).any())
 
     @property
+    def any_counted(self) -> bool:
+        """Whether tokens are counted for the last owner of any row."""
+        return not self._counts.is_empty
+
+    @property
     def counts(self) -> torch.Tensor:
         """int32 [lines, vocab]: 2 * (number of times in the output) + (1 if in the prompt)."""
         return self._counts.table
@@ -149,9 +162,15 @@ class LogitEdits:
             np.concatenate(stop_ids) if stop_ids else np.empty(0, np.int64),
         )
 
-    def apply(self, x: torch.Tensor, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
-        """Edit the logits of the rows in place. x: float32 [n, vocab]."""
-        self._penalise(x, rows)
+    def apply(
+        self,
+        x: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int64],
+        earlier: EarlierDrafts | None = None,
+    ) -> None:
+        """Edit the logits of the rows in place. x: float32 [n, vocab]. `earlier`: the drafts before each line of x."""
+        self._penalise(x, rows, earlier)
         biased = np.flatnonzero(self._bias.lines(rows) >= 0)
         if len(biased):
             lines = self._state.send(np.stack((biased, self._bias.lines(rows[biased]))))
@@ -165,7 +184,7 @@ class LogitEdits:
             x.index_put_(index, x[index].clamp(max=-torch.inf))
 
     def count(self, rows: npt.NDArray[np.int64], tokens: torch.Tensor) -> None:
-        """Count the sampled tokens of the rows. tokens: int64 [n] on the device; -1 is not counted."""
+        """Count new tokens of the rows. tokens: int64 [n] on the device; -1 is not counted. rows: [n], may repeat."""
         counted = np.flatnonzero(self._counts.lines(rows) >= 0)
         if not len(counted):
             return
@@ -174,7 +193,7 @@ class LogitEdits:
         flat = at[1] * self._vocab_size + token.clamp(min=0)
         self._counts.table.view(-1).index_add_(0, flat, 2 * (token >= 0).to(torch.int32))
 
-    def _penalise(self, x: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+    def _penalise(self, x: torch.Tensor, rows: npt.NDArray[np.int64], earlier: EarlierDrafts | None) -> None:
         """Apply the penalties by arithmetic on all elements: on a CPU a masked fill takes many times as long."""
         counted = np.flatnonzero(self._counts.lines(rows) >= 0)
         if not len(counted):
@@ -182,6 +201,10 @@ class LogitEdits:
         params = self._state.host[rows[counted]]
         at = self._state.send(np.stack((counted, self._counts.lines(rows[counted]), rows[counted])))
         counts = self._counts.table.index_select(0, at[1])
+        if earlier is not None:
+            places, drafts = earlier.flat(counted)
+            flat = self._state.send(places * self._vocab_size + drafts)
+            counts.view(-1).index_add_(0, flat, torch.full_like(flat, 2, dtype=torch.int32))
         y = x.index_select(0, at[0])
         if (params[:, Column.REPETITION] != 1).any():
             seen = counts.clamp(max=1).float()

@@ -41,6 +41,7 @@ class RowSampling(Protocol):
         positions: npt.NDArray[np.int64],
         masks: TokenMasks | None,
         newest: NewestTokens | None,
+        drafts: Int32Array | None,
     ) -> torch.Tensor:
         """Choose, count and store a token for each row, as `Sampler.sample` does. rows, positions: [n], n > 0."""
 
@@ -114,15 +115,19 @@ class Sampler:
         seq_lens: Int32Array,
         masks: TokenMasks | None = None,
         newest: NewestTokens | None = None,
+        drafts: Int32Array | None = None,
     ) -> torch.Tensor:
         """Choose one token for each row, and count it for the row's penalties.
 
+        With drafts, a row has several lines of logits, and the caller must `count` the accepted tokens.
+
         Args:
             logits: [n, vocab], any float type; not changed, except by `masks` (see `masks_in_place`)
-            rows: int32 [n], the row of each line of logits. With drafts, a row has several lines, and no penalties
+            rows: int32 [n], the row of each line of logits
             seq_lens: int32 [n], length of the request before the new token
             masks: the tokens that grammars allow. They are applied after all other edits
             newest: where the tokens are stored besides
+            drafts: int32 [n], the draft after each line, see `Choices`; None: there are none. Not with kernels
 
         Returns:
             int64 [n] on the device; INVALID_TOKEN if the logits have a NaN or are all -inf
@@ -132,7 +137,22 @@ class Sampler:
         if not n:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         self._state.flush()
-        return self._sampling.sample(logits, rows.astype(np.int64), seq_lens.astype(np.int64), masks, newest)
+        return self._sampling.sample(logits, rows.astype(np.int64), seq_lens.astype(np.int64), masks, newest, drafts)
+
+    @property
+    def any_counted(self) -> bool:
+        """Whether tokens are counted for the penalties of any row."""
+        return self._edits.any_counted
+
+    @in_inference_mode
+    def count(self, rows: Int32Array, tokens: Int32Array) -> None:
+        """Count the accepted tokens of a step with drafts for the penalties of their rows.
+
+        Args:
+            rows: [n], a row may have several tokens
+            tokens: [n]; INVALID_TOKEN is not counted
+        """
+        self._edits.count(rows.astype(np.int64), self._state.send(tokens.astype(np.int64)))
 
     def _make_sampling(self, use_kernels: bool) -> RowSampling:
         if use_kernels:

@@ -10,7 +10,7 @@ from ..kernels.argmax import argmax
 from ..kernels.logit_edits import EditTables
 from ..kernels.sampling import choose_tokens
 from ..kernels.sampling_layout import Field
-from ..step import TokenMasks
+from ..step import Int32Array, TokenMasks
 from .counter_rng import uniform
 from .logit_edits import LogitEdits
 from .newest_tokens import NewestTokens
@@ -42,7 +42,9 @@ class TritonSampling:
         positions: npt.NDArray[np.int64],
         masks: TokenMasks | None,
         newest: NewestTokens | None,
+        drafts: Int32Array | None,
     ) -> torch.Tensor:
+        assert drafts is None, "settings refuse drafts with kernels"
         kinds = self._state.kinds(rows)
         edited = self._edits.needed(rows, positions)
         if masks is not None:

@@ -111,12 +111,16 @@ def test_fused_small_steps_need_triton_and_a_type_with_a_wide_range(settings: di
     assert make_settings(config, fuse_small_steps=True, attention_backend="triton", dtype="bfloat16").fuse_small_steps
 
 
-def test_drafts_need_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_need_a_cpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"speculative_algorithm": "NGRAM", "max_running_requests": 3, "attention_backend": "torch"}
     assert make_settings(TOY, **options).max_choices == 16
     assert make_settings(TOY, **options | {"speculative_algorithm": None}).max_choices == 3
+    with pytest.raises(
+        ValueError, match="needs --device cpu, and --attention-backend cpu or torch, got cpu and triton"
+    ):
+        make_settings(TOY, **options | {"attention_backend": "triton"})
     monkeypatch.setattr(settings_module, "resolve_device", lambda name: torch.device("cuda"))
-    with pytest.raises(ValueError, match="--speculative-algorithm NGRAM needs --device cpu, got cuda"):
+    with pytest.raises(ValueError, match="--attention-backend cpu or torch, got cuda and torch"):
         make_settings(TOY, **options)
 
 
