@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from counting_runner import CountingRunner
 from fake_trace import FakeTrace
 from hash_grammar import HashGrammars, hashed_vocabulary
 from kv_makers import make_tiers
 
-from fakes import FakeClock, FakeInbox, FakeOutbox, FakeProposer, FakeRunner
+from fakes import FakeClock, FakeInbox, FakeOutbox, FakeProposer
 from tercet.managers.explained_planner import ExplainedPlanner
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
@@ -110,7 +111,7 @@ class Rig:
         max_retained_share: float = 0.5,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
-        `proposer`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
+        `proposer`. `make_runner`: makes the runner; a CountingRunner by default. `host_blocks`: blocks of `block_pages`
         pages in host memory; 0: no tiers. `storage`: the folder of KV files."""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
@@ -122,7 +123,7 @@ class Rig:
         )
         if make_runner is None:
             num_host_pages = host_blocks * block_pages
-            self.runner = FakeRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size, num_host_pages)
+            self.runner = CountingRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size, num_host_pages)
         else:
             self.runner = make_runner()
         tiers = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hash_grammar import HashMatcher
 from random_steps import scheduler_case
@@ -25,6 +27,7 @@ from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.retention import Retentions
 from tercet.mem_cache.tier_events import TierEvents
+from tercet.model_executor.step import NewRow
 from tercet.srt.arrays import Int32Array
 from tercet.srt.request_options import RequestOptions
 
@@ -47,6 +50,7 @@ RARE = (
     "retractions",
     "retractions under a grammar",
     "drafts accepted under a grammar",
+    "drafts accepted with penalties",
     "preemptions",
     "log probabilities beside reused KV",
     "log probabilities under a grammar",
@@ -88,6 +92,11 @@ def _repeat_mask(self: GrammarState, drafts: Sequence[int], bits: Int32Array, li
     bits[line : line + len(drafts)] = bits[line - 1]
 
 
+def _new_row_without_output(self: Req) -> NewRow:
+    return replace(_as_new_row(self), output_ids=np.empty(0, np.int32))
+
+
+_as_new_row = Req.as_new_row
 _retain = KVCacheManager.retain
 _on_retract = Req.on_retract
 
@@ -109,6 +118,8 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "KV of old weights is read from files": (KVTiers, "change_identity", _ignore),
     "a retracted request begins its grammar anew": (Req, "on_retract", _begin_grammar_anew),
     "all drafts have the mask of the next token": (GrammarState, "fill_after", _repeat_mask),
+    "penalties miss forced tokens": (Req, "joins_forced_tokens", True),
+    "penalties forget output at a retraction": (Req, "as_new_row", _new_row_without_output),
     "tokens of a dead engine are forgotten": (Req, "resume", _ignore),
     "reused KV takes the log probabilities of a prompt": (ReqLogprobs, "reusable_len", None),
     "reused KV takes hidden states": (Req, "reusable_len", property(lambda self: self.num_tokens - 1)),

@@ -67,6 +67,7 @@ _CHOICES: dict[str, list[Any]] = {
     "block_pages": [1, 2, 3],
 }
 _EVENTS = ["pause", "retract", "continue", "continue", "continue", "flush", "abort", "abort", "abort all", "late"]
+_PENALTIES = ["frequency_penalty", "presence_penalty", "repetition_penalty"]
 NUM_WEIGHTS = 3
 """Versions of the weights. Those of an update are drawn, so earlier ones come back and find their KV files."""
 UNSUITABLE, BROKEN = -1, -2
@@ -86,6 +87,8 @@ def draw_case(seed: int) -> Case:
         rig["eviction"] = "value"
     returns = Random(f"log probabilities, hidden states and samples {seed}")
     returning = returns.choice([0.0, 0.0, 0.3])
+    penalties = Random(f"penalties {seed}")
+    penalised = penalties.choice([0.0, 0.0, 0.5])
     updates_per_turn = lives.choice([0.0, 0.0, 0.02])
     restarts_per_turn = lives.choice([0.0, 0.0, 0.02])
     num_turns = rng.randint(30, _MAX_TURNS)
@@ -101,6 +104,8 @@ def draw_case(seed: int) -> Case:
                 request["priority"] = 0
             if grammars.random() < constrained:
                 request["regex"] = str(grammars.randrange(4))
+            if penalties.random() < penalised:
+                request[penalties.choice(_PENALTIES)] = 0.5
             request["stream"] = lives.random() < 0.8
             if rig["eviction"] == "value":
                 request |= _draw_retention(lives, num_requests)

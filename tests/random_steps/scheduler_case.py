@@ -321,6 +321,7 @@ class SchedulerCase:
         planner, tiers = self._rig.planner, self._rig.kv.tiers
         self.seen["retractions"] += planner.num_retractions
         self.seen["drafts accepted under a grammar"] += self._rig.runner.num_masked_drafts
+        self.seen["drafts accepted with penalties"] += self._rig.runner.num_counted_drafts
         if tiers is not None:
             self.seen["blocks displaced from host memory"] += tiers.blocks.num_dropped
         if self._storage is not None:
