@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One case: the rates of all rounds, and the work of the drafts in one round."""
+    """One case: the rates of all rounds, and the work of the drafts in all rounds."""
 
     plain: list[float]
     """output tokens per second without drafts"""
