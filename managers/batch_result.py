@@ -81,6 +81,8 @@ class ResultProcessor:
             elif len(req.output_ids) >= req.next_output_len:
                 put(req.take_output())
         self._metrics.on_result(_num_output_tokens(batch.sampled) - num_known)
+        if num_drafts is not None:
+            self._count_accepted(batch, num_drafts, rows)
 
     def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Frees the KV of rejected drafts. Must be called before any KV of these requests enters the cache.
@@ -89,12 +91,17 @@ class ResultProcessor:
         KV of the last d + 1 - a positions is of wrong tokens.
         """
         for req, num, tokens in zip(reqs, num_drafts, rows, strict=True):
-            if num:
-                self._metrics.on_verified(num, len(tokens) - 1)
             num_rejected = num + 1 - len(tokens)
             assert num_rejected >= 0, "a step returned more tokens than it computed"
             if num_rejected and req.row:
                 self._kv.truncate(req, req.kv_len - num_rejected)
+
+    def _count_accepted(self, batch: ScheduleBatch, num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Counts accepted drafts. Right ones after the end of a request do not count."""
+        for req, num, length, tokens in zip(batch.sampled, num_drafts, batch.sampled_lens.tolist(), rows, strict=True):
+            if num:
+                num_new = min(req.num_tokens - length, len(tokens))  # forced tokens may follow them
+                self._metrics.on_verified(num, max(num_new - 1, 0))
 
     def _accept_constrained(self, req: Req, length: int, tokens: Sequence[int]) -> FinishReason | None:
         """As `_accept`, and then also the tokens that the grammar forces. `length`: of the request before `tokens`."""

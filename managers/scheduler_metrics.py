@@ -66,7 +66,7 @@ class SchedulerMetrics:
         self.generated_tokens += num_tokens
 
     def on_verified(self, num_drafts: int, num_accepted: int) -> None:
-        """A step has verified the drafts of one request."""
+        """A step has verified the drafts of one request. `num_accepted`: see SpeculationState."""
         self._num_verifications += 1
         self._num_drafts += num_drafts
         self._num_accepted_drafts += num_accepted

@@ -12,6 +12,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
     """How often a step verified drafts of a request."""
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    """Output tokens of these requests from these steps, beyond one each. What follows the end of a request is none."""
 
     def since(self, earlier: SpeculationState) -> SpeculationState:
         """The counts since `earlier`."""
@@ -23,7 +24,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accept_length(self) -> float:
-        """Average tokens that a step returns for a request whose drafts it verifies: 1 and the accepted drafts."""
+        """Average tokens that a request gets from a step that verifies its drafts: 1 and the accepted drafts."""
         return 1 + self.num_accepted_drafts / max(self.num_verifications, 1)
 
     @property

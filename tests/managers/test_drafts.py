@@ -20,6 +20,8 @@ from tercet.managers.req import Req
 from tercet.managers.request_queues import RequestQueues
 from tercet.managers.schedule_batch import build_extend
 from tercet.model_executor.step import FROM_DEVICE, ForwardMode
+from tercet.srt.logprobs import LogprobOptions
+from tercet.srt.speculation_state import SpeculationState
 
 PAGES = pytest.mark.parametrize("page_size", [1, 16])
 
@@ -214,6 +216,19 @@ def test_the_throughput_counts_the_tokens_of_a_step_and_not_its_requests(caplog:
             rates.append(rig.scheduler.state().last_gen_throughput)
     assert rates[-2:] == [pytest.approx(4.0), 0.0]
     assert sum("Prefill batch" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("logprobs", [None, LogprobOptions()])
+def test_right_drafts_after_the_end_of_a_request_are_not_counted(logprobs: LogprobOptions | None) -> None:
+    """The first step with drafts would return five tokens. A stop string ends the request after the third of them."""
+    expected = expected_output([1, 2, 3], 1, 9, 97)
+    rig = Rig(overlap=False, proposer=EachProposer(lambda req, limit: expected[1:5] if req.output_ids else []))
+    rig.add("r", [1, 2, 3], max_new_tokens=9, stop=f"{expected[2]} {expected[3]}", logprobs=logprobs)
+    rig.run()
+    assert rig.heard["r"].ids == expected[:4]
+    speculation = rig.scheduler.state().speculation
+    assert speculation == SpeculationState(num_verifications=1, num_drafts=4, num_accepted_drafts=2)
+    assert speculation.accept_length == 3
 
 
 def test_the_fake_proposer_is_right_and_wrong() -> None:
