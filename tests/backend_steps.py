@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.forward_batch import ForwardBatch
@@ -14,6 +15,13 @@ from tercet.srt.model_files.model_config import ModelConfig
 
 NUM_SLOTS = 400
 CONTEXT = 120
+
+
+def draw_sinks(data: st.DataObject, num_heads: int, generator: torch.Generator) -> torch.Tensor:
+    """A sink for each head: of the size of scores, so large or so small that it decides alone, or none (-inf)."""
+    sinks = torch.randn(num_heads, generator=generator) * 3
+    sinks[0] = data.draw(st.sampled_from([float(sinks[0]), 1e4, -1e4, float("-inf")]))
+    return sinks
 
 
 def config(group: int, window: int | None) -> ModelConfig:

@@ -236,9 +236,10 @@ class RecordableAttention(TorchAttentionBackend):
         if batch.extend_lens_host is not None:
             super().plan(batch)
 
-    def attend(self, q, layer_id, batch):
+    def attend(self, q, layer_id, batch, sinks=None):
         if batch.extend_lens_host is not None:
-            return super().attend(q, layer_id, batch)
+            return super().attend(q, layer_id, batch, sinks)
+        self._check_sinks(layer_id, sinks)
         positions = torch.arange(batch.req_to_token.shape[1])
         seen = positions < batch.seq_lens[:, None]
         if self.sliding_windows[layer_id] is not None:
@@ -248,7 +249,10 @@ class RecordableAttention(TorchAttentionBackend):
         keys = self.kv_pool.k_buffer[layer_id][slots].repeat_interleave(group, 2).transpose(1, 2)
         values = self.kv_pool.v_buffer[layer_id][slots].repeat_interleave(group, 2).transpose(1, 2)
         scores = (q[:, :, None] @ keys.transpose(2, 3)).squeeze(2) * self.scales[layer_id]
-        weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None].expand(len(scores), -1, 1).to(scores.dtype)], -1)
+        weights = scores.softmax(-1)[..., : len(positions)]
         return (weights[:, :, None] @ values).flatten(1)
 
 

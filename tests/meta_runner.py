@@ -117,6 +117,7 @@ class MetaAccelerator(FakeAccelerator):
 
 class MetaAttention(AttentionBackend):
     name = "meta"
+    supports_sinks = True
 
     def num_splits(self, seq_lens):
         return int(seq_lens.sum())
@@ -125,7 +126,8 @@ class MetaAttention(AttentionBackend):
         for tensor in (batch.rows, batch.seq_lens, batch.input_ids, batch.positions, batch.out_cache_loc):
             assert tensor.device.type == "meta" and tensor.dtype == torch.int64
 
-    def attend(self, q, layer_id, batch):
+    def attend(self, q, layer_id, batch, sinks=None):
+        self._check_sinks(layer_id, sinks)
         return q.new_empty(q.shape[0], self.num_heads * self.head_dim)
 
 

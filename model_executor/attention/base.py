@@ -43,14 +43,16 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    supports_sinks = False
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
         """`specs`: one per layer. Raises ModelNotSupported for a spec that this backend cannot compute."""
         first = specs[0]
         for spec in specs:
-            if spec.soft_cap is not None or spec.has_sinks:
-                wanted = "a soft cap of scores" if spec.soft_cap is not None else "attention sinks"
-                raise ModelNotSupported(f"attention backend {self.name} does not support {wanted}")
+            if spec.soft_cap is not None:
+                raise ModelNotSupported(f"attention backend {self.name} does not support a soft cap of scores")
+            if spec.has_sinks and not self.supports_sinks:
+                raise ModelNotSupported(f"attention backend {self.name} does not support attention sinks")
             if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (
                 first.num_heads,
                 first.num_kv_heads,
@@ -63,6 +65,7 @@ class AttentionBackend(ABC):
         """[num_layers]"""
         self.sliding_windows = [spec.window for spec in specs]
         """[num_layers]; None: the layer attends to all positions"""
+        self._have_sinks = [spec.has_sinks for spec in specs]
 
     def num_splits(self, seq_lens: Int32Array) -> int | None:
         """The number of work units (splits) of decoding requests with these lengths: host, int32 [B].
@@ -92,19 +95,34 @@ class AttentionBackend(ABC):
         """Prepare the plan that all layers of this step share. Must not wait for the device."""
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute attention for q: [T, num_heads, head_dim], rotated. Returns [T, num_heads * head_dim].
 
         The last dimension of q is contiguous; the others may have any strides, because q is often a view of the fused
-        projection. The pool already holds K and V of the new tokens, at `batch.out_cache_loc`.
+        projection. The pool already holds K and V of the new tokens, at `batch.out_cache_loc`. sinks: the logit of each
+        head that joins the softmax without a value, float32 [num_heads], contiguous; None: the layer has none.
         """
 
+    def _check_sinks(self, layer_id: int, sinks: torch.Tensor | None) -> None:
+        """Assert that a layer has sinks if and only if its spec says so."""
+        assert (sinks is not None) == self._have_sinks[layer_id], f"the spec of layer {layer_id} says otherwise"
+        if sinks is not None:
+            assert sinks.shape == (self.num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
+
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_id: int,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store k, v: [T, num_kv_heads, head_dim] at `batch.out_cache_loc`, then call `attend`.
 
         k is rotated. The strides of k and v are as free as those of q.
         """
         self.kv_pool.set_kv(layer_id, batch.out_cache_loc, k, v)
-        return self.attend(q, layer_id, batch)
+        return self.attend(q, layer_id, batch, sinks)

@@ -20,7 +20,10 @@ class CpuAttentionBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         """Does nothing: the operation makes its own plan."""
 
-    def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._check_sinks(layer_id, sinks)
         return torch.ops.tercet_cpu.attention(
             q,
             self.kv_pool.k_buffer[layer_id],

@@ -1,7 +1,8 @@
 """The attention backend in plain PyTorch: the reference for the kernels, and the fallback without compiled operations.
 
 Rows with one new token are grouped into padded rectangles, and each rectangle is one call. The query heads of a KV head
-are folded into the query length, so that keys are not repeated. Each row with several new tokens is one call.
+are folded into the query length, so that keys are not repeated. Each row with several new tokens is one call. torch's
+attention has no sinks, so layers with sinks compute the softmax in steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _MAX_PADDING = 2
 """The context lengths of a rectangle's rows differ by at most this factor."""
 _MAX_RECTANGLE = 1 << 16
 """Most tokens of a rectangle, padding included, unless it has one row. Its K and V are gathered at once."""
+_MAX_SCORES = 1 << 22
+"""Most scores of a layer with sinks that exist at once, unless those of one token are more."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,11 @@ def gathered_tokens(num_rows: int, longest: int) -> int:
     return min(num_rows * longest, max(_MAX_RECTANGLE, longest))
 
 
+def scores_at_once(num_heads: int, num_rows: int, longest: int) -> int:
+    """The most scores of a layer with sinks that exist at once. Arguments as in `gathered_tokens`."""
+    return max(_MAX_SCORES, num_heads * gathered_tokens(num_rows, longest))
+
+
 class TorchAttentionBackend(AttentionBackend):
     """Attention by torch's scaled_dot_product_attention.
 
@@ -67,6 +75,7 @@ class TorchAttentionBackend(AttentionBackend):
     """
 
     name = "torch"
+    supports_sinks = True
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
         super().__init__(specs, kv_pool)
@@ -139,38 +148,50 @@ class TorchAttentionBackend(AttentionBackend):
             mask &= keys > queries - window
         return _Span(start, end, slots, mask)
 
-    def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._check_sinks(layer_id, sinks)
         plan = self._plans[self.sliding_windows[layer_id]]
-        keys, values, scale = self._keys[layer_id], self._values[layer_id], self.scales[layer_id]
         if len(plan.rectangles) == 1 and plan.rectangles[0].tokens is None:
-            return self._attend_rectangle(q, plan.rectangles[0], keys, values, scale)
+            return self._attend_rectangle(q, plan.rectangles[0], layer_id, sinks)
         out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
         for rectangle in plan.rectangles:
             assert rectangle.tokens is not None
-            out[rectangle.tokens] = self._attend_rectangle(q[rectangle.tokens], rectangle, keys, values, scale)
+            out[rectangle.tokens] = self._attend_rectangle(q[rectangle.tokens], rectangle, layer_id, sinks)
         for span in plan.spans:
-            out[span.start : span.end] = self._attend_span(q[span.start : span.end], span, keys, values, scale)
+            out[span.start : span.end] = self._attend_span(q[span.start : span.end], span, layer_id, sinks)
         return out
 
     def _attend_rectangle(
-        self, q: torch.Tensor, rectangle: _Rectangle, keys: torch.Tensor, values: torch.Tensor, scale: float
+        self, q: torch.Tensor, rectangle: _Rectangle, layer_id: int, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         num_rows = q.shape[0]
         grouped = q.reshape(num_rows, self.num_kv_heads, -1, self.head_dim)  # [b, kv_heads, group, head_dim]
         shape = (num_rows, -1, self.num_kv_heads, self.head_dim)
-        k = keys.index_select(0, rectangle.slots).view(shape).transpose(1, 2)
-        v = values.index_select(0, rectangle.slots).view(shape).transpose(1, 2)
+        k = self._keys[layer_id].index_select(0, rectangle.slots).view(shape).transpose(1, 2)
+        v = self._values[layer_id].index_select(0, rectangle.slots).view(shape).transpose(1, 2)
+        scale = self.scales[layer_id]
+        if sinks is not None:
+            mask = None if rectangle.mask is None else rectangle.mask[:, 0]
+            return _attend_with_sinks(grouped[:, :, :, None], k, v, mask, scale, sinks).reshape(num_rows, -1)
         out = F.scaled_dot_product_attention(
             grouped, k.to(q.dtype), v.to(q.dtype), attn_mask=rectangle.mask, scale=scale
         )
         return out.reshape(num_rows, -1)
 
-    def _attend_span(
-        self, q: torch.Tensor, span: _Span, keys: torch.Tensor, values: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _attend_span(self, q: torch.Tensor, span: _Span, layer_id: int, sinks: torch.Tensor | None) -> torch.Tensor:
         shape = (-1, self.num_kv_heads, self.head_dim)
-        k = keys.index_select(0, span.slots).view(shape).transpose(0, 1)[None]
-        v = values.index_select(0, span.slots).view(shape).transpose(0, 1)[None]
+        k = self._keys[layer_id].index_select(0, span.slots).view(shape).transpose(0, 1)[None]
+        v = self._values[layer_id].index_select(0, span.slots).view(shape).transpose(0, 1)[None]
+        scale = self.scales[layer_id]
+        if sinks is not None:
+            mask = span.mask
+            if mask is None:
+                mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_()
+            grouped = q.transpose(0, 1).unflatten(0, (self.num_kv_heads, -1))[None]
+            with_sinks = _attend_with_sinks(grouped, k, v, mask[None], scale, sinks)
+            return with_sinks.flatten(1, 2)[0].transpose(0, 1).reshape(len(q), -1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.to(q.dtype),
@@ -181,6 +202,37 @@ class TorchAttentionBackend(AttentionBackend):
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def _attend_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention with sinks, in float32: q [b, kv_heads, group, T, head_dim] -> the same shape.
+
+    k, v: [b, kv_heads, L, head_dim]. mask: bool [b, T, L]; None: all positions. sinks: float32 [kv_heads * group].
+    """
+    num_rows, num_kv_heads, group, num_tokens, _ = q.shape
+    # One copy each, in the order of the products.
+    k, v = (torch.empty(kv.shape, dtype=torch.float32, device=kv.device).copy_(kv) for kv in (k, v))
+    sinks = sinks.view(num_kv_heads, group, 1, 1)
+    out = q.new_empty(q.shape)
+    at_once = max(1, _MAX_SCORES // (num_rows * len(sinks) * group * k.shape[2]))
+    for begin in range(0, num_tokens, at_once):
+        part = slice(begin, begin + at_once)
+        some = q[..., part, :].float().flatten(2, 3) * scale
+        scores = (some @ k.mT).unflatten(2, (group, -1))
+        if mask is not None:
+            scores.masked_fill_(~mask[:, None, None, part], float("-inf"))
+        top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True) + (sinks - top).exp()
+        out[..., part, :] = (weights.flatten(2, 3) @ v).unflatten(2, (group, -1)) / total
+    return out
 
 
 def _similar_lengths(lengths: Int32Array) -> list[npt.NDArray[np.int64]]:

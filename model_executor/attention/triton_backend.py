@@ -129,13 +129,22 @@ class TritonAttentionBackend(AttentionBackend):
         return launches
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_id: int,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pool = self.kv_pool
         store_kv(k, v, pool.k_buffer[layer_id], pool.v_buffer[layer_id], batch.out_cache_loc)
-        return self.attend(q, layer_id, batch)
+        return self.attend(q, layer_id, batch, sinks)
 
-    def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._check_sinks(layer_id, sinks)
         plan = self._plan
         assert plan is not None, "plan() comes first"
         k_buffer, v_buffer = self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id]

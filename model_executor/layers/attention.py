@@ -23,7 +23,11 @@ class QKNorm(NamedTuple):
 class Attention:
     """Attention on the fused projection: qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
 
-    def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
+    def __init__(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> None:
+        """`sinks`: see `AttentionBackend.attend`. They are not copied, because an update may overwrite them."""
+        self.sinks = sinks
         self.layer_id = layer_id
         self.backend = backend
         self.num_heads, self.num_kv_heads, self.head_dim = backend.num_heads, backend.num_kv_heads, backend.head_dim
@@ -37,4 +41,5 @@ class Attention:
         if self._norm is not None:
             qk = self._norm(qk)
         qk = rotate(qk, cos_sin)
-        return self.backend.forward(qk[:, : self.num_heads], qk[:, self.num_heads :], v, self.layer_id, batch)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        return self.backend.forward(q, k, v, self.layer_id, batch, self.sinks)

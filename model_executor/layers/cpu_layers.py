@@ -187,7 +187,10 @@ class CpuRotary:
 class CpuAttention:
     """`Attention` whose norm of heads, rotation and store of K and V are one operation."""
 
-    def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
+    def __init__(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> None:
+        self.sinks = sinks
         self.layer_id = layer_id
         self.backend = backend
         self._norm: tuple[torch.Tensor | None, torch.Tensor | None, float] = None, None, 0.0
@@ -199,7 +202,7 @@ class CpuAttention:
         cos_sin, positions = rotation
         _ops.rotate_and_store(qkv, positions, batch.out_cache_loc, cos_sin, *self._norm, self._k, self._v)
         q = qkv.view(qkv.shape[0], -1, self.backend.head_dim)[:, : self.backend.num_heads]
-        return self.backend.attend(q, self.layer_id, batch)
+        return self.backend.attend(q, self.layer_id, batch, self.sinks)
 
 
 class CpuLayers(TorchLayers):
@@ -211,8 +214,10 @@ class CpuLayers(TorchLayers):
     def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
         return Rotaries([CpuRotary(rope, head_dim, context_len, device) for rope in ropes])
 
-    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
-        return CpuAttention(layer_id, backend, qk_norm)
+    def attention(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> AttentionLayer:
+        return CpuAttention(layer_id, backend, qk_norm, sinks)
 
     def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
         return GreedyHead(norm, layer) if isinstance(layer, GreedyLayer) else super().output_head(norm, layer)

@@ -95,9 +95,15 @@ class FusedTritonAttention(TritonAttention):
     """The TritonAttention that is one kernel where its backend can fuse."""
 
     def __init__(
-        self, layer_id: int, backend: TritonAttentionBackend, qk_norm: QKNorm | None, *, dependent: bool = False
+        self,
+        layer_id: int,
+        backend: TritonAttentionBackend,
+        qk_norm: QKNorm | None,
+        sinks: torch.Tensor | None = None,
+        *,
+        dependent: bool = False,
     ) -> None:
-        super().__init__(layer_id, backend, qk_norm)
+        super().__init__(layer_id, backend, qk_norm, sinks)
         self._triton = backend
         self._dependent = dependent
 
@@ -118,9 +124,11 @@ class FusedTritonLayers(TritonLayers):
         """`dependent`: whether the fused kernels are dependent launches (kernels/dependent_launch.py)."""
         self._dependent = dependent
 
-    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
+    def attention(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> AttentionLayer:
         assert isinstance(backend, TritonAttentionBackend)
-        return FusedTritonAttention(layer_id, backend, qk_norm, dependent=self._dependent)
+        return FusedTritonAttention(layer_id, backend, qk_norm, sinks, dependent=self._dependent)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
         if isinstance(layer, Linear) or (isinstance(layer, GatedLinear) and layer.activation == "silu"):

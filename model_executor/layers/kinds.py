@@ -57,7 +57,10 @@ class LayerKinds(Protocol):
     def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
         """Make the rotary embeddings for positions below `context_len`."""
 
-    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer: ...
+    def attention(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> AttentionLayer:
+        """Make attention. `sinks`: those of a layer whose spec has them (`AttentionBackend.attend`)."""
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer: ...
 
@@ -104,8 +107,10 @@ class TorchLayers:
     def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
         return Rotaries([RotaryEmbedding(rope, head_dim, device) for rope in ropes])
 
-    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
-        return Attention(layer_id, backend, qk_norm)
+    def attention(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> AttentionLayer:
+        return Attention(layer_id, backend, qk_norm, sinks)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Linear(weight, bias)

@@ -84,7 +84,10 @@ class TritonStart:
 class TritonAttention:
     """`Attention` whose norm of heads, rotation and store of K and V are one kernel."""
 
-    def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
+    def __init__(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> None:
+        self.sinks = sinks
         self.layer_id = layer_id
         self.backend = backend
         self.num_heads, self.num_kv_heads, self.head_dim = backend.num_heads, backend.num_kv_heads, backend.head_dim
@@ -97,7 +100,7 @@ class TritonAttention:
             qkv, self.num_heads, self.num_kv_heads, *cos_sin, **self._norm, slots=batch.out_cache_loc,
             k_buffer=pool.k_buffer[self.layer_id], v_buffer=pool.v_buffer[self.layer_id],
         )  # fmt: skip
-        return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch)
+        return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch, self.sinks)
 
 
 class TritonExperts:
@@ -126,8 +129,10 @@ class TritonLayers(TorchLayers):
     def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
         return RotaryTable(ropes, head_dim, context_len, device)
 
-    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
-        return TritonAttention(layer_id, backend, qk_norm)
+    def attention(
+        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
+    ) -> AttentionLayer:
+        return TritonAttention(layer_id, backend, qk_norm, sinks)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else super().linear(weight, bias)

@@ -10,8 +10,9 @@ import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import ModelConfig
-from ..attention.torch_backend import gathered_tokens
+from ..attention.torch_backend import gathered_tokens, scores_at_once
 from ..layers.quantized_weight import GROUP
+from ..models.family import family_of
 from .settings import RunnerSettings
 
 _FLOAT_BYTES = 4
@@ -100,6 +101,17 @@ def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk:
     return gathered + slots_and_masks + chunk * longest * (dtype.itemsize + 2)
 
 
+def sink_bytes(config: ModelConfig, *, chunk: int, rows: int, longest: int) -> int:
+    """An upper bound in bytes of what torch attention takes for layers with sinks, in addition to `gather_bytes`.
+
+    They compute in float32. Arguments as in `gather_bytes`.
+    """
+    kv = 2 * config.num_kv_heads * config.head_dim * gathered_tokens(rows, longest)
+    # The queries, their product with the scale, the products with values and the outputs.
+    queries = 4 * config.num_heads * config.head_dim * max(rows, chunk)
+    return (kv + queries + scores_at_once(config.num_heads, rows, longest)) * _FLOAT_BYTES
+
+
 def torch_attention_bytes(
     settings: RunnerSettings, config: ModelConfig, longest: int, *, writes_scores: bool = False
 ) -> int:
@@ -117,6 +129,8 @@ def torch_attention_bytes(
         rows=settings.max_running_requests,
         longest=longest,
     )
+    if any(spec.has_sinks for spec in family_of(config).attention(config)):
+        gathered += sink_bytes(config, chunk=chunk, rows=settings.max_running_requests, longest=longest)
     return gathered + (chunk * longest * config.num_heads * _SCORE_BYTES if writes_scores else 0)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from backend_steps import draw_sinks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.attention import torch_backend
 from tercet.model_executor.attention.registry import (
     BACKEND_NAMES,
     create_attention_backend,
@@ -72,8 +75,8 @@ def make_batch(mode, seq_lens, extend_lens, rng):
     )
 
 
-def naive(q, batch, pool, layer, window, extend_lens):
-    """One softmax per token and head."""
+def naive(q, batch, pool, layer, window, extend_lens, sinks):
+    """One softmax per token and head. sinks: None, or a logit for each head."""
     out = []
     token = 0
     group = q.shape[1] // pool.k_buffer[layer].shape[1]
@@ -84,7 +87,9 @@ def naive(q, batch, pool, layer, window, extend_lens):
             k = pool.k_buffer[layer][slots].double().repeat_interleave(group, 1)
             v = pool.v_buffer[layer][slots].double().repeat_interleave(group, 1)
             scores = torch.einsum("hd,shd->hs", q[token].double(), k) / q.shape[-1] ** 0.5
-            out.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v).flatten())
+            logits = scores if sinks is None else torch.cat([scores, sinks.double()[:, None]], 1)
+            weights = logits.softmax(-1)[:, : len(slots)]
+            out.append(torch.einsum("hs,shd->hd", weights, v).flatten())
             token += 1
     return torch.stack(out)
 
@@ -110,19 +115,37 @@ def test_equals_attention_written_out(data):
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer[1:] = float("nan")  # what belongs to nobody must not be touched
         buffer[used] = torch.randn(len(used), num_kv_heads, 8, generator=generator)
-    backend = create_attention_backend("torch", family_of(config).attention(config), pool)
+    have_sinks = data.draw(st.lists(st.booleans(), min_size=len(windows), max_size=len(windows)))
+    specs = [
+        dataclasses.replace(spec, has_sinks=has)
+        for spec, has in zip(family_of(config).attention(config), have_sinks, strict=True)
+    ]
+    backend = create_attention_backend("torch", specs, pool)
     backend.plan(batch)
     for layer, window in enumerate(windows):
         num_tokens = len(batch.out_cache_loc)
         # views of one fused projection, as the model has them
         qkv = torch.randn(num_tokens, num_kv_heads * (group + 2), 8, generator=generator) * 2
         q, k, v = qkv.split([num_kv_heads * group, num_kv_heads, num_kv_heads], 1)
-        out = backend.forward(q, k, v, layer, batch)
+        sinks = draw_sinks(data, len(q[0]), generator) if have_sinks[layer] else None
+        with mock.patch.object(torch_backend, "_MAX_SCORES", data.draw(st.sampled_from([1, 1000, 1 << 22]))):
+            out = backend.forward(q, k, v, layer, batch, sinks)
         assert torch.equal(pool.k_buffer[layer][batch.out_cache_loc], k)
         assert torch.equal(pool.v_buffer[layer][batch.out_cache_loc], v)
-        expected = naive(q, batch, pool, layer, window, extend_lens)
+        expected = naive(q, batch, pool, layer, window, extend_lens, sinks)
         assert out.shape == expected.shape
         assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_lacks_its_sinks_is_an_error():
+    config = make_config(2, 1, [None])
+    specs = [dataclasses.replace(spec, has_sinks=True) for spec in family_of(config).attention(config)]
+    pool = MHATokenToKVPool(16, 1, 1, 1, 8, torch.float32, "cpu")
+    batch = make_batch(ForwardMode.DECODE, [3], [1], np.random.default_rng(0))
+    backend = create_attention_backend("torch", specs, pool)
+    backend.plan(batch)
+    with pytest.raises(AssertionError, match="layer 0"):
+        backend.attend(torch.zeros(1, 2, 8), 0, batch)
 
 
 @given(st.lists(st.integers(1, 5000), max_size=40))
@@ -150,7 +173,6 @@ def test_names():
     ("changes", "message"),
     [
         ({"soft_cap": 30.0}, "soft cap"),
-        ({"has_sinks": True}, "sinks"),
         ({"head_dim": 16}, "the same kind of heads"),
     ],
 )

@@ -10,17 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from backend_steps import Row, make_batch
 from cpu_models import CONFIG
 from patience import PATIENCE_S
 from peak_memory import peak_bytes
 from runner_driver import RunnerDriver
 from runners import make_runner, make_settings
 
+from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import torch_backend
 from tercet.model_executor.device.memory import Memory
-from tercet.model_executor.runner import load
-from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes, saved_split_bytes
+from tercet.model_executor.models.family import family_of
+from tercet.model_executor.runner import load, step_memory
+from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes, saved_split_bytes, sink_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.srt.model_files.experts_config import ExpertsConfig
 
@@ -99,6 +102,46 @@ def test_what_the_torch_backend_gathers_is_kept_for_it(dtype, windows):
         if name == "decode":
             assert measured > kept, "the gathered keys and values are most of it"
             assert gathers < 4 * measured
+
+
+@pytest.mark.parametrize("windows", [(None,), (70,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_sinks_take_on_torch_is_kept_for_them(dtype, windows, monkeypatch):
+    rows, context, chunk = 8, 320, 64
+    monkeypatch.setattr(torch_backend, "_MAX_SCORES", 1 << 17)  # chunks of queries have more
+    config = replace(CONFIG, num_layers=1, sliding_windows=windows)
+    specs = [replace(spec, has_sinks=True) for spec in family_of(config).attention(config)]
+    pool = MHATokenToKVPool(4096, 1, 1, config.num_kv_heads, config.head_dim, dtype, "cpu")
+    backend = torch_backend.TorchAttentionBackend(specs, pool)
+    table = torch.arange(rows * context, dtype=torch.int32).view(rows, context)
+    requests = [Row(row, context - row) for row in range(rows)]
+    sinks = torch.zeros(config.num_heads)
+    kept = gather_bytes(config, dtype, tokens=rows * chunk, chunk=chunk, rows=rows, longest=context)
+    kept += sink_bytes(config, chunk=chunk, rows=rows, longest=context)
+    for num_new in (1, chunk):
+        batch = make_batch(requests, [num_new] * rows, table, decode=num_new == 1)
+        q = torch.zeros(rows * num_new, config.num_heads, config.head_dim, dtype=dtype)
+
+        def run(q=q, batch=batch):
+            backend.plan(batch)
+            backend.attend(q, 0, batch, sinks)
+
+        measured = peak_bytes(run)
+        assert measured <= kept + 2 * q.nbytes  # the output, and that of a chunk
+        assert windows[0] is not None or kept < 4 * measured
+
+
+def test_a_server_on_torch_keeps_room_for_sinks(monkeypatch):
+    def reserve(**changes):
+        def attention(config):
+            return [replace(spec, **changes) for spec in family_of(config).attention(config)]
+
+        family = replace(family_of(CONFIG), attention=attention)
+        monkeypatch.setattr(step_memory, "family_of", lambda config: family)
+        settings = make_settings(CONFIG, dtype="float32", attention_backend="torch", max_running_requests=4)
+        return load._RunnerBuilder(settings, CONFIG).cpu_reserve(Memory(1 << 40, 1 << 40))
+
+    assert reserve(has_sinks=True) - reserve() > 4 * torch_backend._MAX_SCORES
 
 
 def test_no_rectangle_is_larger_than_what_is_kept(monkeypatch):
