@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
-from tercet.model_executor.attention.base import AttentionBackend
+from tercet.model_executor.attention.base import AttentionBackend, AttentionSpec
 from tercet.model_executor.forward_batch import ForwardBatch
 from tercet.model_executor.step import ForwardMode
 from tercet.srt.model_files.model_config import ModelConfig
@@ -17,11 +17,11 @@ NUM_SLOTS = 400
 CONTEXT = 120
 
 
-def draw_sinks(data: st.DataObject, num_heads: int, generator: torch.Generator) -> torch.Tensor:
-    """A sink for each head: of the size of scores, so large or so small that it decides alone, or none (-inf)."""
-    sinks = torch.randn(num_heads, generator=generator) * 3
-    sinks[0] = data.draw(st.sampled_from([float(sinks[0]), 1e4, -1e4, float("-inf")]))
-    return sinks
+def random_sinks(num_heads: int, seed: int) -> torch.Tensor:
+    """A sink for each head: most are as large as scores. Some heads have none, or one that decides alone."""
+    g = torch.Generator().manual_seed(seed)
+    rare = torch.tensor([1e4, -1e4, float("-inf")])[torch.randint(3, (num_heads,), generator=g)]
+    return torch.where(torch.rand(num_heads, generator=g) < 0.2, rare, torch.randn(num_heads, generator=g) * 3)
 
 
 def config(group: int, window: int | None) -> ModelConfig:
@@ -70,7 +70,19 @@ def make_batch(rows: list[Row], extend_lens: list[int], table: torch.Tensor, dec
     )
 
 
-def attend(backend: AttentionBackend, batch: ForwardBatch, fused: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
+def with_sinks(specs: list[AttentionSpec], sinks: Sequence[torch.Tensor | None]) -> list[AttentionSpec]:
+    """The specs of layers that have these sinks."""
+    return [replace(spec, has_sinks=own is not None) for spec, own in zip(specs, sinks, strict=True)]
+
+
+def attend(
+    backend: AttentionBackend,
+    batch: ForwardBatch,
+    fused: torch.Tensor,
+    num_heads: int,
+    sinks: Sequence[torch.Tensor | None] = (None, None),
+) -> list[torch.Tensor]:
+    """The outputs of two layers. fused: queries, keys and values [T, heads, head_dim], the same for both."""
     backend.plan(batch)
     q, k, v = fused[:, :num_heads], fused[:, num_heads : num_heads + 2], fused[:, num_heads + 2 :]
-    return [backend.forward(q, k, v, layer, batch) for layer in range(2)]
+    return [backend.forward(q, k, v, layer, batch, own) for layer, own in enumerate(sinks)]

@@ -6,6 +6,7 @@
 // has the same bits in a decode step, in a chunk of any size and after a cache hit.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "attention_plan.h"
@@ -19,11 +20,12 @@ namespace tercet {
 template <typename T>
 struct AttentionInputs {
   AttentionBatch batch;
-  const T* q;        // token t, head h at q + t * q_stride + h * head_dim
+  const T* q;          // token t, head h at q + t * q_stride + h * head_dim
   int64_t q_stride;
   KVPool<T> pool;
   float scale;
-  T* out;            // [tokens, heads * head_dim]
+  const float* sinks;  // [heads] logits that join the softmax without a value; nullptr: none
+  T* out;              // [tokens, heads * head_dim]
 };
 
 /// kInPanels: the pools are in panels (kv_panels.h).
@@ -363,14 +365,17 @@ class Attention {
     });
   }
 
-  /// out = acc / l
+  /// out = acc / (l + the weight of the sink)
   void write_output(Range queries, Range kv_heads, Partial result) const {
     int64_t row = 0;
     for (int64_t kv_head = kv_heads.from; kv_head < kv_heads.end; ++kv_head)
       for (int64_t i = queries.from; i < queries.end; ++i)
         for (int64_t g = 0; g < group_; ++g, ++row) {
           T* out = in_.out + (plan_.queries[i].token * batch_.heads + kv_head * group_ + g) * head_dim_;
-          const Vec inverse(1.f / result.l[row]);
+          float total = result.l[row];
+          // A weight that overflows is infinite, and then the output is zero.
+          if (in_.sinks) total += std::exp2(in_.sinks[kv_head * group_ + g] * kLog2E - result.m[row]);
+          const Vec inverse(1.f / total);
           for (int64_t d = 0; d < head_dim_; d += kPanel)
             store_pair(out + d, load_pair(result.acc + row * width_ + d) * inverse, head_dim_ - d);
         }

@@ -94,7 +94,8 @@ inline Tensor attention_op(
     const Tensor& seq_lens,
     const optional<Tensor>& starts,
     optional<int64_t> window,
-    double scale) {
+    double scale,
+    const optional<Tensor>& sinks) {
   const auto type = q.scalar_type();
   const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
@@ -111,6 +112,7 @@ inline Tensor attention_op(
     check(*starts, "starts", at::kLong, {num_requests + 1});
   else
     TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
+  if (sinks) check(*sinks, "sinks", at::kFloat, {heads});
   const auto out = empty_result({tokens, heads * dim}, q.options());
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
   const AttentionBatch batch{
@@ -135,6 +137,7 @@ inline Tensor attention_op(
         .q_stride = q.stride(0),
         .pool = {k_pool.const_data_ptr<T>(), v_pool.const_data_ptr<T>(), pool.stride},
         .scale = static_cast<float>(scale),
+        .sinks = data_or_null<float>(sinks),
         .out = out.data_ptr<T>(),
     };
     run_or_record_requests(num_requests, [inputs, plan = step_plan(batch, sizeof(T))](int64_t requests) {

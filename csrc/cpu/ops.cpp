@@ -73,7 +73,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &rotate_and_store_op);
   m.def(
       "attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor slot_table, Tensor rows, Tensor seq_lens, "
-      "Tensor? starts, int? window, float scale) -> Tensor",
+      "Tensor? starts, int? window, float scale, Tensor? sinks=None) -> Tensor",
       &attention_op);
   m.def(
       "set_decode_inputs(Tensor rows, Tensor seq_lens, Tensor slots, Tensor newest, Tensor(a!) slot_table, "

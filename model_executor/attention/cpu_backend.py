@@ -16,6 +16,7 @@ class CpuAttentionBackend(AttentionBackend):
     """
 
     name = "cpu"
+    supports_sinks = True
 
     def plan(self, batch: ForwardBatch) -> None:
         """Does nothing: the operation makes its own plan."""
@@ -34,4 +35,5 @@ class CpuAttentionBackend(AttentionBackend):
             batch.extend_start_loc,
             self.sliding_windows[layer_id],
             self.scales[layer_id],
+            sinks,
         )

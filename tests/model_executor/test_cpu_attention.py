@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from backend_steps import random_sinks
 from cpu_ops import DTYPES, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ class Problem:
     `shared`: for each request a request before it and how many of its tokens are its own first ones, too.
     """
 
-    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed, shared=None):
+    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed, shared=None, sinks=None):
         generator = torch.Generator().manual_seed(seed)
         size, context = sum(lens) + 40, max(lens) + 3
         self.k, self.v = (torch.full((size, kv_heads, head_dim), math.nan).to(dtype) for _ in range(2))
@@ -45,6 +46,7 @@ class Problem:
             q = torch.randn(length + common, kv_heads * group, head_dim, generator=generator)
             self.q.append(q.mul(2).to(dtype))
         self.scale = head_dim**-0.5
+        self.sinks = sinks
         self.pools = self.k, self.v
 
     def in_panels(self):
@@ -92,6 +94,7 @@ class Problem:
             None if (counts[1:] == 1).all() and counts[1:].sum() % 2 else counts.cumsum(0),
             window,
             self.scale,
+            self.sinks,
         )
         return out.split(counts[1:].tolist())
 
@@ -103,7 +106,8 @@ class Problem:
             slots = self.table[self.rows[request], first : position + 1].long()
             k, v = (pool[slots].double().repeat_interleave(group, 1) for pool in (self.k, self.v))
             scores = torch.einsum("hd,nhd->hn", self.q[request][position].double(), k) * self.scale
-            out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v).flatten())
+            logits = scores if self.sinks is None else torch.cat([scores, self.sinks.double()[:, None]], 1)
+            out.append(torch.einsum("hn,nhd->hd", logits.softmax(-1)[:, : len(slots)], v).flatten())
         return torch.stack(out)
 
 
@@ -116,18 +120,20 @@ def test_attention(data):
     window = data.draw(st.sampled_from([None, None, 1, 33, 64, 300]))
     lens = data.draw(st.lists(st.one_of(st.integers(1, 70), st.integers(1, 900)), min_size=1, max_size=4))
     starts = [max(0, n - data.draw(st.sampled_from([1, 1, 5, 40, 150]))) for n in lens]
-    problem = Problem(dtype, kv_heads, group, head_dim, lens, data.draw(st.integers(0, 2**31)))
+    seed = data.draw(st.integers(0, 2**31))
+    sinks = random_sinks(kv_heads * group, seed) if data.draw(st.booleans()) else None
+    problem = Problem(dtype, kv_heads, group, head_dim, lens, seed, sinks=sinks)
     requests = list(range(len(lens)))
     for request, out in enumerate(problem.attend(requests, starts, lens, window)):
         assert_close(out, problem.expected(request, starts[request], lens[request], window), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_token_has_the_same_bits_in_any_step(dtype, window):
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (100, None), (100, random_sinks(9, 1))])
+def test_a_token_has_the_same_bits_in_any_step(dtype, window, sinks):
     """Alone, decoded beside others, in chunks of any size."""
     lens = [620, 1, 300, 64, 257, 513]
-    problem = Problem(dtype, 3, 3, 64, lens, 3)
+    problem = Problem(dtype, 3, 3, 64, lens, 3, sinks=sinks)
     whole = [problem.attend([r], [0], [n], window)[0] for r, n in enumerate(lens)]
     for request, position in ((0, 619), (0, 255), (0, 256), (2, 299), (4, 256), (5, 0)):
         alone = problem.attend([request], [position], [position + 1], window)[0]
@@ -169,7 +175,9 @@ def test_requests_that_share_keys(data):
         lens.append(max(1, common + data.draw(st.integers(0, 300))))
         shared.append((parent, common))
     window = data.draw(st.sampled_from([None, None, 200]))
-    problem = Problem(dtype, kv_heads, group, 64, lens, data.draw(st.integers(0, 2**31)), shared)
+    seed = data.draw(st.integers(0, 2**31))
+    sinks = random_sinks(kv_heads * group, seed) if data.draw(st.booleans()) else None
+    problem = Problem(dtype, kv_heads, group, 64, lens, seed, shared, sinks)
     requests = data.draw(st.permutations(range(len(lens))))
     ends = [lens[r] for r in requests]
     starts = [n - data.draw(st.sampled_from([1, 1, 1, min(n, 9)])) for n in ends]
@@ -180,6 +188,15 @@ def test_requests_that_share_keys(data):
     if cpu_extension.kv_panel(dtype, 64):
         in_panels = problem.in_panels().attend(requests, starts, ends, window)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(in_panels, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_of_minus_infinity_is_none(dtype):
+    lens = [300, 70]
+    problem = Problem(dtype, 2, 3, 64, lens, 3)
+    expected = problem.attend([0, 1], [299, 0], lens)
+    problem.sinks = torch.full((6,), -math.inf)
+    assert all(torch.equal(*pair) for pair in zip(problem.attend([0, 1], [299, 0], lens), expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -193,14 +210,16 @@ def test_requests_that_share_keys(data):
         ({"starts": [-1, 1, 4]}, r"starts must be in \[0, 4\]"),
         ({"starts": [0, 5, 4]}, "starts must not fall"),
         ({"window": 0}, "a window must be positive, got 0"),
+        ({"sinks": torch.zeros(2)}, r"sinks must have shape \[1\], got \[2\]"),
+        ({"sinks": torch.zeros(1, dtype=torch.float64)}, "sinks must be Float, got Double"),
     ],
 )
 def test_attention_refuses_what_is_not_in_its_tensors(wrong, error):
     pools, table = torch.randn(2, 40, 1, 32), torch.randint(0, 40, (3, 12), dtype=torch.int32)
 
-    def attend(rows=(1, 2), lens=(9, 12), starts=(0, 1, 4), window=None):
+    def attend(rows=(1, 2), lens=(9, 12), starts=(0, 1, 4), window=None, sinks=None):
         numbers = (torch.tensor(given) for given in (rows, lens, starts))
-        return ops.attention(torch.randn(4, 1, 32), *pools, table, *numbers, window, 1.0)
+        return ops.attention(torch.randn(4, 1, 32), *pools, table, *numbers, window, 1.0, sinks)
 
     assert attend().shape == (4, 32)
     with pytest.raises(RuntimeError, match=error):

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from backend_steps import draw_sinks
+from backend_steps import random_sinks, with_sinks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,23 +116,19 @@ def test_equals_attention_written_out(data):
         buffer[1:] = float("nan")  # what belongs to nobody must not be touched
         buffer[used] = torch.randn(len(used), num_kv_heads, 8, generator=generator)
     have_sinks = data.draw(st.lists(st.booleans(), min_size=len(windows), max_size=len(windows)))
-    specs = [
-        dataclasses.replace(spec, has_sinks=has)
-        for spec, has in zip(family_of(config).attention(config), have_sinks, strict=True)
-    ]
-    backend = create_attention_backend("torch", specs, pool)
+    sinks = [random_sinks(config.num_heads, layer) if has else None for layer, has in enumerate(have_sinks)]
+    backend = create_attention_backend("torch", with_sinks(family_of(config).attention(config), sinks), pool)
     backend.plan(batch)
     for layer, window in enumerate(windows):
         num_tokens = len(batch.out_cache_loc)
         # views of one fused projection, as the model has them
         qkv = torch.randn(num_tokens, num_kv_heads * (group + 2), 8, generator=generator) * 2
         q, k, v = qkv.split([num_kv_heads * group, num_kv_heads, num_kv_heads], 1)
-        sinks = draw_sinks(data, len(q[0]), generator) if have_sinks[layer] else None
         with mock.patch.object(torch_backend, "_MAX_SCORES", data.draw(st.sampled_from([1, 1000, 1 << 22]))):
-            out = backend.forward(q, k, v, layer, batch, sinks)
+            out = backend.forward(q, k, v, layer, batch, sinks[layer])
         assert torch.equal(pool.k_buffer[layer][batch.out_cache_loc], k)
         assert torch.equal(pool.v_buffer[layer][batch.out_cache_loc], v)
-        expected = naive(q, batch, pool, layer, window, extend_lens, sinks)
+        expected = naive(q, batch, pool, layer, window, extend_lens, sinks[layer])
         assert out.shape == expected.shape
         assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-5)
 

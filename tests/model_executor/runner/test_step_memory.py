@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from backend_steps import Row, make_batch
+from backend_steps import Row, make_batch, with_sinks
 from cpu_models import CONFIG
 from patience import PATIENCE_S
 from peak_memory import peak_bytes
@@ -110,12 +110,12 @@ def test_what_sinks_take_on_torch_is_kept_for_them(dtype, windows, monkeypatch):
     rows, context, chunk = 8, 320, 64
     monkeypatch.setattr(torch_backend, "_MAX_SCORES", 1 << 17)  # chunks of queries have more
     config = replace(CONFIG, num_layers=1, sliding_windows=windows)
-    specs = [replace(spec, has_sinks=True) for spec in family_of(config).attention(config)]
+    sinks = torch.zeros(config.num_heads)
+    specs = with_sinks(family_of(config).attention(config), [sinks])
     pool = MHATokenToKVPool(4096, 1, 1, config.num_kv_heads, config.head_dim, dtype, "cpu")
     backend = torch_backend.TorchAttentionBackend(specs, pool)
     table = torch.arange(rows * context, dtype=torch.int32).view(rows, context)
     requests = [Row(row, context - row) for row in range(rows)]
-    sinks = torch.zeros(config.num_heads)
     kept = gather_bytes(config, dtype, tokens=rows * chunk, chunk=chunk, rows=rows, longest=context)
     kept += sink_bytes(config, chunk=chunk, rows=rows, longest=context)
     for num_new in (1, chunk):
