@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from backend_steps import random_sinks
 from hypothesis import strategies as st
 
 from tercet.model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
@@ -33,6 +34,7 @@ class Case:
     window: int | None
     soft_cap: float | None
     sm_scale: float
+    has_sinks: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -55,11 +57,14 @@ class Problem:
     """[B, num_heads, head_dim]"""
     q_extend: torch.Tensor
     """[sum(extend_lens), num_heads, head_dim]"""
+    sinks: torch.Tensor | None
 
     @property
-    def options(self) -> dict[str, float | int | None]:
-        scales = {"k_scale": 0.02, "v_scale": 0.03} if self.case.fp8 else {}
-        return {"sm_scale": self.case.sm_scale, "soft_cap": self.case.soft_cap, "window": self.case.window, **scales}
+    def options(self) -> dict[str, float | int | torch.Tensor | None]:
+        case = self.case
+        scales = {"k_scale": 0.02, "v_scale": 0.03} if case.fp8 else {}
+        options = {"sm_scale": case.sm_scale, "soft_cap": case.soft_cap, "window": case.window}
+        return {**options, "sinks": self.sinks, **scales}
 
     def pools64(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k_buffer.double(), self.v_buffer.double()
@@ -88,6 +93,7 @@ def cases(draw: st.DrawFn, max_len: int = 80, max_requests: int = 3, max_query_r
         window=draw(st.sampled_from([None, None, 1, 7, 16, 33, 1000])),
         soft_cap=draw(st.sampled_from([None, None, 5.0, 50.0])),
         sm_scale=draw(st.sampled_from([0.05, 0.125, 0.3])),
+        has_sinks=draw(st.booleans()),
     )
 
 
@@ -129,7 +135,8 @@ def build(case: Case, device: str = "cpu") -> Problem:
 
     decode, extend = queries(len(lens)), queries(int(starts[-1]))
     tensors = k_buffer, v_buffer, table, rows, lens, starts, lens - extend_lens
-    return Problem(case, *(t.to(device) for t in tensors), decode, extend)
+    sinks = random_sinks(case.num_heads, case.seed).to(device) if case.has_sinks else None
+    return Problem(case, *(t.to(device) for t in tensors), decode, extend, sinks)
 
 
 def run_decode(p: Problem, tile: DecodeTile, pick: Sequence[int] | None = None, *, room: int = 0) -> torch.Tensor:

@@ -81,7 +81,7 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
     extend = {
         "one split": ("32x8x128-bfloat16", "40x8x128-bfloat16-window", "8x4x256-bfloat16-cap-window", "32x8x128-fp8"),
         "splits in turn": ("32x8x64-bfloat16", "32x8x128-fp8"),
-        "splits as units": ("32x8x128-bfloat16",),
+        "splits as units": ("32x8x128-bfloat16", "64x8x64-bfloat16-window-sinks"),
     }
     in_pages = {
         "one split": ("32x8x64-bfloat16", "40x8x128-bfloat16-window"),
@@ -89,9 +89,12 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
     }
     decode = {
         False: ("32x8x128-bfloat16", "32x8x64-fp8", "32x8x128-fp8", "32x8x256-fp8"),
-        True: ("40x8x128-bfloat16-window", "32x8x128-fp8"),
+        True: ("40x8x128-bfloat16-window", "32x8x128-fp8", "64x8x64-bfloat16-window-sinks"),
     }
-    fused = {False: ("32x8x64-bfloat16", "40x8x128-bfloat16-window"), True: ("16x8x128-bfloat16", "32x8x128-fp8")}
+    fused = {
+        False: ("32x8x64-bfloat16", "40x8x128-bfloat16-window", "64x8x64-bfloat16-window-sinks"),
+        True: ("16x8x128-bfloat16", "32x8x128-fp8"),
+    }
     decode_in_pages = ("32x8x128-bfloat16", "40x8x128-bfloat16-window", "32x32x80-bfloat16")
     cases: dict[str, Callable[[], list[Launch]]] = {}
     for splits, names in extend.items():

@@ -117,7 +117,6 @@ class MetaAccelerator(FakeAccelerator):
 
 class MetaAttention(AttentionBackend):
     name = "meta"
-    supports_sinks = True
 
     def num_splits(self, seq_lens):
         return int(seq_lens.sum())

@@ -20,6 +20,7 @@ class Shape:
     fp8: bool = False
     soft_cap: float | None = None
     window: int | None = None
+    has_sinks: bool = False
 
     @property
     def fp32(self) -> bool:
@@ -28,6 +29,7 @@ class Shape:
     def __str__(self) -> str:
         kind = "fp8" if self.fp8 else dtype_name(self.dtype)
         options = ("-cap" if self.soft_cap else "") + ("-window" if self.window else "")
+        options += "-sinks" if self.has_sinks else ""
         return f"{self.num_heads}x{self.num_kv_heads}x{self.head_dim}-{kind}{options}"
 
 
@@ -37,6 +39,7 @@ SHAPES = [
     Shape(128),  # Llama-3.1-8B
     Shape(128, 16, 8),  # Qwen3-0.6B
     Shape(128, 40, 8, window=4096),  # Qwen3-14B, and a window
+    Shape(64, 64, 8, window=128, has_sinks=True),  # GPT-OSS
     Shape(80, 32, 32),
     Shape(96, 32, 32),
     Shape(192),
@@ -65,5 +68,6 @@ def operands(shape: Shape, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor,
     return q, pool, pool, meta(257, CONTEXT, dtype=torch.int32)
 
 
-def options(shape: Shape) -> dict[str, float | int | None]:
-    return {"sm_scale": shape.head_dim**-0.5, "soft_cap": shape.soft_cap, "window": shape.window}
+def options(shape: Shape) -> dict[str, float | int | torch.Tensor | None]:
+    sinks = meta(shape.num_heads, dtype=torch.float32) if shape.has_sinks else None
+    return {"sm_scale": shape.head_dim**-0.5, "soft_cap": shape.soft_cap, "window": shape.window, "sinks": sinks}

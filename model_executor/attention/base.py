@@ -43,7 +43,6 @@ class AttentionBackend(ABC):
     """
 
     name: str
-    supports_sinks = False
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
         """`specs`: one per layer. Raises ModelNotSupported for a spec that this backend cannot compute."""
@@ -51,8 +50,6 @@ class AttentionBackend(ABC):
         for spec in specs:
             if spec.soft_cap is not None:
                 raise ModelNotSupported(f"attention backend {self.name} does not support a soft cap of scores")
-            if spec.has_sinks and not self.supports_sinks:
-                raise ModelNotSupported(f"attention backend {self.name} does not support attention sinks")
             if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (
                 first.num_heads,
                 first.num_kv_heads,

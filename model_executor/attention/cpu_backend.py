@@ -16,7 +16,6 @@ class CpuAttentionBackend(AttentionBackend):
     """
 
     name = "cpu"
-    supports_sinks = True
 
     def plan(self, batch: ForwardBatch) -> None:
         """Does nothing: the operation makes its own plan."""

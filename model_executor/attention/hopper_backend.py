@@ -23,11 +23,21 @@ class HopperAttentionBackend(TritonAttentionBackend):
         super().__init__(specs, kv_pool)
         if any(spec.window is not None for spec in specs):
             raise ModelNotSupported("--hopper-prefill has no kernel for sliding windows: leave it out")
+        if any(spec.has_sinks for spec in specs):
+            raise ModelNotSupported("--hopper-prefill has no kernel for attention sinks: leave it out")
         self._extend_tile = HOPPER_TILE
 
     def _extend(
-        self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, work: WorkMap, longest: int, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        layer_id: int,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None,
+        work: WorkMap,
+        longest: int,
+        out: torch.Tensor,
     ) -> None:
+        assert sinks is None
         assert batch.extend_start_loc is not None and batch.prefix_lens is not None
         hopper_extend_attention(
             q, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id], batch.req_to_token, batch.rows,

@@ -75,7 +75,6 @@ class TorchAttentionBackend(AttentionBackend):
     """
 
     name = "torch"
-    supports_sinks = True
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
         super().__init__(specs, kv_pool)

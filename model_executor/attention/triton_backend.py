@@ -154,21 +154,28 @@ class TritonAttentionBackend(AttentionBackend):
             own_q, own_out = (q, out) if launch.tokens is None else (q[launch.tokens], out[launch.tokens])
             decode_attention(
                 own_q, k_buffer, v_buffer, batch.req_to_token, launch.rows, launch.seq_lens, launch.work, own_out,
-                sm_scale=scale, window=window, q_loc=launch.q_loc, tile=self._decode_tile,
+                sm_scale=scale, window=window, sinks=sinks, q_loc=launch.q_loc, tile=self._decode_tile,
             )  # fmt: skip
         if plan.extend is not None:
-            self._extend(q, layer_id, batch, plan.extend, plan.longest, out)
+            self._extend(q, layer_id, batch, sinks, plan.extend, plan.longest, out)
         return out.view(q.shape[0], -1)
 
     def _extend(
-        self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, work: WorkMap, longest: int, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        layer_id: int,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None,
+        work: WorkMap,
+        longest: int,
+        out: torch.Tensor,
     ) -> None:
         """Compute the attention of requests with several new tokens."""
         assert batch.extend_start_loc is not None and batch.prefix_lens is not None
         extend_attention(
             q, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id], batch.req_to_token, batch.rows,
             batch.extend_start_loc, batch.prefix_lens, work, out, longest=longest, sm_scale=self.scales[layer_id],
-            window=self.sliding_windows[layer_id], tile=self._extend_tile,
+            window=self.sliding_windows[layer_id], sinks=sinks, tile=self._extend_tile,
         )  # fmt: skip
 
     def can_fuse(self, batch: ForwardBatch, dtype: torch.dtype) -> bool:
@@ -183,6 +190,7 @@ class TritonAttentionBackend(AttentionBackend):
         sin: torch.Tensor,
         layer_id: int,
         batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
         *,
         dependent: bool = False,
         **norm: Any,
@@ -190,16 +198,18 @@ class TritonAttentionBackend(AttentionBackend):
         """Normalise, rotate and store the new tokens, then `attend`, all in one launch.
 
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim]. cos, sin: float32 [T, head_dim / 2]. norm: `q_weight`,
-        `k_weight` and `eps`, or nothing. dependent: see `fused_decode`. Returns [T, num_heads * head_dim].
+        `k_weight` and `eps`, or nothing. sinks: as in `attend`. dependent: see `fused_decode`. Returns
+        [T, num_heads * head_dim].
         """
         plan = self._plan
         assert plan is not None, "plan() comes first"
+        self._check_sinks(layer_id, sinks)
         (launch,) = plan.decode
         out = fused_decode(
             qkv, self.num_heads, cos, sin, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id],
             batch.out_cache_loc, batch.req_to_token, batch.rows, batch.seq_lens, launch.work, self._counts,
-            sm_scale=self.scales[layer_id], window=self.sliding_windows[layer_id], tile=self._decode_tile,
-            dependent=dependent, **norm,
+            sm_scale=self.scales[layer_id], window=self.sliding_windows[layer_id], sinks=sinks,
+            tile=self._decode_tile, dependent=dependent, **norm,
         )  # fmt: skip
         return out.view(len(out), -1)
 

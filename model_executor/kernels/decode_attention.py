@@ -111,7 +111,7 @@ def _decode_split_kernel(
 
 
 @bound
-@triton.jit(do_not_specialize_on_alignment=["work_starts_ptr", "seq_lens_ptr", "q_loc_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["work_starts_ptr", "seq_lens_ptr", "q_loc_ptr", "sinks_ptr"])
 def _decode_merge_kernel(
     part_o_ptr,
     part_lse_ptr,
@@ -120,10 +120,12 @@ def _decode_merge_kernel(
     q_loc_ptr,
     out_ptr,
     window,
+    sinks_ptr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_Q_LOC: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     CHAINS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -142,7 +144,9 @@ def _decode_merge_kernel(
     if HAS_WINDOW:
         seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
         begin += tl.maximum(seq_len - window, 0) // SPLIT
-    out = merge_splits(part_o_ptr, part_lse_ptr, begin, end, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, STAGES)
+    out = merge_splits(
+        part_o_ptr, part_lse_ptr, begin, end, head, sinks_ptr, HAS_SINKS, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, STAGES
+    )
     target = out_ptr + (out_token * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(offs_d < HEAD_DIM)[None, :])
 
@@ -175,19 +179,21 @@ def decode_attention(
     sm_scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     q_loc: torch.Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
-    """Compute out[b] = softmax(cap(q[b] @ K_b * sm_scale)) @ V_b over the KV of each request b.
+    """Compute out[b] = softmax(cap(q[b] @ K_b * sm_scale), sinks) @ V_b over the KV of each request b.
 
     q: [T, num_heads, head_dim], last dimension contiguous. q_loc: int [B], the token of each request; None: T == B.
     k_buffer, v_buffer: [slots, num_kv_heads, head_dim], contiguous, of q's dtype or float8_e4m3fn (then K is
     k_buffer * k_scale). req_to_token: int32 [rows, context]; rows, seq_lens: int [B].
     work: `split_map(seq_lens, rows, tile.split, ...)`. A request without a work unit gets no output if q_loc is given,
     else zeros. out: [T, num_heads, head_dim], contiguous.
-    soft_cap: scores become cap * tanh(scores / cap). window: number of last positions that are attended to.
+    soft_cap: scores become cap * tanh(scores / cap). window: number of last positions that are attended to. sinks: a
+    logit for each head that joins its softmax without a value, float32 [num_heads], contiguous.
     tile: one that is `paged` needs pages of a multiple of `block_n` slots. None: one that serves every page size.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -201,6 +207,7 @@ def decode_attention(
     assert rows.shape == seq_lens.shape == (batch,) and work.starts.shape == (batch + 1,)
     assert q_loc is not None or num_tokens == batch
     assert window is None or window > 0
+    check_sinks(sinks, num_heads)
     fp8 = k_buffer.dtype == torch.float8_e4m3fn
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == q.dtype)
 
@@ -229,9 +236,24 @@ def decode_attention(
     note_registers(kind, arch, tile, compiled)
     _decode_merge_kernel[(batch, num_heads)](
         part_o, part_lse, work.starts, seq_lens, rows if q_loc is None else q_loc, out, window or 0,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, HAS_Q_LOC=q_loc is not None, HAS_WINDOW=window is not None,
-        SPLIT=tile.split, CHAINS=MERGE_CHAINS, STAGES=_MERGE_STAGES, BLOCK_D=block_d, num_warps=4,
+        part_lse if sinks is None else sinks, NUM_HEADS=num_heads, HEAD_DIM=head_dim, HAS_Q_LOC=q_loc is not None,
+        HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, SPLIT=tile.split, CHAINS=MERGE_CHAINS,
+        STAGES=_MERGE_STAGES, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
+
+
+def check_sinks(sinks: torch.Tensor | None, num_heads: int) -> None:
+    """Assert what attention kernels ask of sinks."""
+    if sinks is not None:
+        assert sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The weights of scores [num_heads, ..., N], in plain torch. Those of the sinks are left out."""
+    if sinks is None:
+        return scores.softmax(-1)
+    own = sinks.to(scores.dtype).view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, own], -1).softmax(-1)[..., :-1]
 
 
 def decode_attention_ref(
@@ -245,6 +267,7 @@ def decode_attention_ref(
     sm_scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
@@ -262,5 +285,5 @@ def decode_attention_ref(
         scores = torch.einsum("hd,nhd->hn", q[b], k) * sm_scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        out[b] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+        out[b] = torch.einsum("hn,nhd->hd", softmax_with_sinks(scores, sinks), v)
     return out

@@ -8,32 +8,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .primitives import sink_weight
+
 MERGE_CHAINS = 8
 """Partial results that are added at a time. The order of the sums, and so their bits, depend on it."""
 
 
 @triton.jit
 def merge_splits(
-    part_o_ptr, part_lse_ptr, begin, end, heads, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHAINS: tl.constexpr, STAGES: tl.constexpr,
+    part_o_ptr, part_lse_ptr, begin, end, heads, sinks_ptr, HAS_SINKS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHAINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of units begin to end, for each of `heads`: float32 [heads, BLOCK_D].
 
     Chain i adds units begin + i, begin + i + CHAINS, and so on. Then chains are added in pairs. A sum of two has one
     order, so neither the number of heads nor the layout of a tile in registers changes the bits. A few units, or all
     with 1 stage, are added in registers. More STAGES: while a round of CHAINS units is added, the next STAGES - 1
-    rounds are copied to shared memory.
+    rounds are copied to shared memory. Sinks are added last.
     """
     # From here on, offsets within the partial results of one request suffice.
     lse_ptr = part_lse_ptr + begin.to(tl.int64) * NUM_HEADS + heads
     o_ptr = part_o_ptr + begin.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM
     count = end - begin
     if count <= CHAINS:
-        total, acc = _merge_few(lse_ptr, o_ptr, count, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS)
+        top, total, acc = _merge_few(lse_ptr, o_ptr, count, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS)
     elif STAGES == 1:
-        total, acc = _merge_in_registers(lse_ptr, o_ptr, count, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS)
+        top, total, acc = _merge_in_registers(lse_ptr, o_ptr, count, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS)
     else:
-        total, acc = _merge_in_stages(lse_ptr, o_ptr, count, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, STAGES)
+        top, total, acc = _merge_in_stages(lse_ptr, o_ptr, count, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, STAGES)
+    if HAS_SINKS:
+        total += sink_weight(tl.load(sinks_ptr + heads)[:, None], top)
     # A padded request without KV has no partial result: its output is zero.
     return acc / tl.where(total == 0.0, 1.0, total)
 
@@ -105,7 +109,7 @@ def _merge_few(
     w5, o5 = _weighted(l5, o5, top, count > 5)
     w6, o6 = _weighted(l6, o6, top, count > 6)
     w7, o7 = _weighted(l7, o7, top, count > 7)
-    return _sum_of_8(w0, w1, w2, w3, w4, w5, w6, w7), _sum_of_8(o0, o1, o2, o3, o4, o5, o6, o7)
+    return top, _sum_of_8(w0, w1, w2, w3, w4, w5, w6, w7), _sum_of_8(o0, o1, o2, o3, o4, o5, o6, o7)
 
 
 @triton.jit
@@ -155,7 +159,7 @@ def _merge_in_registers(
         w5, a5 = _add_part(w5, a5, l5, o5, top)
         w6, a6 = _add_part(w6, a6, l6, o6, top)
         w7, a7 = _add_part(w7, a7, l7, o7, top)
-    return _sum_of_8(w0, w1, w2, w3, w4, w5, w6, w7), _sum_of_8(a0, a1, a2, a3, a4, a5, a6, a7)
+    return top, _sum_of_8(w0, w1, w2, w3, w4, w5, w6, w7), _sum_of_8(a0, a1, a2, a3, a4, a5, a6, a7)
 
 
 @triton.jit
@@ -183,7 +187,7 @@ def _merge_in_stages(
         total += weight
         acc = tl.fma(weight[:, :, None], o, acc)
     total = add_chains(total[:, :, None], CHAINS)
-    return total, add_chains(acc, CHAINS)
+    return top[:, None], total, add_chains(acc, CHAINS)
 
 
 @triton.jit

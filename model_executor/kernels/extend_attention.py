@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ..step import Int32Array
+from .decode_attention import check_sinks, softmax_with_sinks
 from .extend_kernels import BY_UNIT, IN_TURN, ONE_SPLIT, extend_kernel, extend_merge_kernel
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
 from .tuning import ExtendTile, arch_of, cdiv, extend_tile, num_multiprocessors, padded_head_dim
@@ -93,6 +94,7 @@ def extend_attention(
     sm_scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     tile: ExtendTile | None = None,
@@ -113,6 +115,7 @@ def extend_attention(
     assert rows.shape == prefix_lens.shape == (batch,)
     assert extend_start_loc.shape == work.starts.shape == (batch + 1,)
     assert window is None or window > 0
+    check_sinks(sinks, num_heads)
     fp8 = k_buffer.dtype == torch.float8_e4m3fn
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == q.dtype)
 
@@ -148,11 +151,13 @@ def extend_attention(
         *score_scales(sm_scale * k_scale, soft_cap),
         v_scale,
         window or 0,
+        part_top if sinks is None else sinks,
         NUM_HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None,
         KV_FORMAT=kv_format(k_buffer.dtype, arch),
         WIDEN=is_interpreted(extend_kernel) and q.dtype == torch.bfloat16,
         PAGED=tile.paged,
@@ -168,7 +173,7 @@ def extend_attention(
     if work.split is not None:
         merge_units(
             part_top, part_total, part_o, extend_start_loc, prefix_lens, work, out, num_heads=num_heads, tile=tile,
-            window=window, v_scale=v_scale,
+            window=window, sinks=sinks, v_scale=v_scale,
         )  # fmt: skip
 
 
@@ -197,6 +202,7 @@ def merge_units(
     num_heads: int,
     tile: ExtendTile,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     v_scale: float = 1.0,
 ) -> None:
     """Merge the partial results of splits that are work units, and write the results.
@@ -219,10 +225,12 @@ def merge_units(
         len(prefix_lens),
         v_scale,
         window or 0,
+        part_top if sinks is None else sinks,
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
@@ -244,6 +252,7 @@ def extend_attention_ref(
     sm_scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
@@ -265,5 +274,5 @@ def extend_attention_ref(
         if window is not None:
             seen &= k_pos[None, :] > q_pos[:, None] - window
         scores = scores.masked_fill(~seen, float("-inf"))
-        out[new] = torch.einsum("htn,nhd->thd", scores.softmax(-1), v)
+        out[new] = torch.einsum("htn,nhd->thd", softmax_with_sinks(scores, sinks), v)
     return out

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .bound import bound
-from .primitives import as_operand_of, decode_kv, dot, tanh
+from .primitives import as_operand_of, decode_kv, dot, sink_weight, tanh
 
 ONE_SPLIT = tl.constexpr(0)
 """Every request has one split."""
@@ -97,28 +97,10 @@ def _attend(
 
 @triton.jit
 def _attend_split(
-    q,
-    lo,
-    diagonal,
-    hi,
-    q_pos,
-    k_head_ptr,
-    v_head_ptr,
-    row_ptr,
-    stride_slot,
-    scale,
-    cap_scale,
-    window,
-    HEAD_DIM: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    KV_FORMAT: tl.constexpr,
-    WIDEN: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, lo, diagonal, hi, q_pos, k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+    HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_FORMAT: tl.constexpr,
+    WIDEN: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The partial softmax over positions [lo, hi): maximum, sum and weighted values. No causal mask before diagonal."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -175,8 +157,9 @@ def _merge(top, total, acc, next_top, next_total, next_acc):
 
 @triton.jit
 def _store_out(
-    out_ptr, extend_start_ptr, pair, kv_head, total, acc, v_scale,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_ptr, extend_start_ptr, pair, kv_head, top, total, acc, v_scale, sinks_ptr,
+    HAS_SINKS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store the result of some rows of a query tile. pair: their numbers in the request."""
     q_start = tl.load(extend_start_ptr)
@@ -184,6 +167,8 @@ def _store_out(
     offs_d = tl.arange(0, BLOCK_D)
     line = token * NUM_HEADS + kv_head * GROUP + pair % GROUP
     mask = (token < tl.load(extend_start_ptr + 1))[:, None] & (offs_d < HEAD_DIM)[None, :]
+    if HAS_SINKS:
+        total += sink_weight(tl.load(sinks_ptr + kv_head * GROUP + pair % GROUP), top)
     # With a window, rows beyond the request's last token have no position. They are not stored.
     out = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + line[:, None] * HEAD_DIM + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -207,7 +192,7 @@ def _kv_range(
 
 # The batch size and the alignment of these buffers vary from step to step. Specialising on them
 # would compile kernels while serving.
-_INDICES = ["rows_ptr", "extend_start_ptr", "prefix_lens_ptr", "work_starts_ptr", "work_rows_ptr"]
+_INDICES = ["rows_ptr", "extend_start_ptr", "prefix_lens_ptr", "work_starts_ptr", "work_rows_ptr", "sinks_ptr"]
 
 
 @bound
@@ -235,11 +220,13 @@ def extend_kernel(
     cap_scale,
     v_scale,
     window,
+    sinks_ptr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     WIDEN: tl.constexpr,
     PAGED: tl.constexpr,
@@ -287,13 +274,14 @@ def extend_kernel(
 
     part = (unit * (NUM_HEADS // GROUP) + kv_head).to(tl.int64)
     if SPLITS == ONE_SPLIT:
-        _, total, acc = _attend_split(
+        top, total, acc = _attend_split(
             q, begin, diagonal, end, q_pos,
             k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
             HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         _store_out(
-            out_ptr, extend_start_ptr + b, pair, kv_head, total, acc, v_scale, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D
+            out_ptr, extend_start_ptr + b, pair, kv_head, top, total, acc, v_scale, sinks_ptr,
+            HAS_SINKS, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
     elif SPLITS == IN_TURN:
         for split in range(first, last + 1):
@@ -326,7 +314,8 @@ def extend_kernel(
                 if split == last:
                     _store_out(
                         out_ptr, extend_start_ptr + b, tile * BLOCK_M + i + tl.arange(0, ROWS), kv_head,
-                        merged_total, merged, v_scale, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
+                        merged_top, merged_total, merged, v_scale, sinks_ptr,
+                        HAS_SINKS, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
                     )  # fmt: skip
             tl.debug_barrier()
     else:
@@ -352,10 +341,12 @@ def extend_merge_kernel(
     batch,
     v_scale,
     window,
+    sinks_ptr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -388,5 +379,6 @@ def extend_merge_kernel(
         )  # fmt: skip
         top, total, acc = _merge(top, total, acc, next_top, next_total, next_acc)
     _store_out(
-        out_ptr, extend_start_ptr + b, pair, kv_head, total, acc, v_scale, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D
+        out_ptr, extend_start_ptr + b, pair, kv_head, top, total, acc, v_scale, sinks_ptr,
+        HAS_SINKS, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
     )  # fmt: skip

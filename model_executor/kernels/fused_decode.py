@@ -17,11 +17,19 @@ import triton
 import triton.language as tl
 
 from .bound import bound
-from .decode_attention import decode_attention_ref, note_registers, num_programs
+from .decode_attention import check_sinks, decode_attention_ref, note_registers, num_programs
 from .decode_merge import MERGE_CHAINS, merge_splits
 from .decode_split import attend_to_split, load_unit, split_bounds, store_part
 from .dependent_launch import launch_options, let_next_start, wait_for_previous
-from .primitives import as_kernel_operand, as_operand_of, is_interpreted, kv_format, reads_kv_in_pairs, score_scales
+from .primitives import (
+    as_kernel_operand,
+    as_operand_of,
+    is_interpreted,
+    kv_format,
+    reads_kv_in_pairs,
+    score_scales,
+    sink_weight,
+)
 from .rotary import load_heads, load_queries, rotary_ref, store_heads, turn_heads, turn_queries
 from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
 from .work_map import WorkMap
@@ -46,7 +54,7 @@ def can_fuse_decode(num_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
 @bound
 @triton.jit(
     do_not_specialize=["batch"],
-    do_not_specialize_on_alignment=["slots_ptr", "work_starts_ptr", "records_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "work_starts_ptr", "records_ptr", "sinks_ptr"],
 )
 def _fused_decode_kernel(
     qkv_ptr,
@@ -77,12 +85,14 @@ def _fused_decode_kernel(
     cap_scale,
     v_scale,
     window,
+    sinks_ptr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -156,10 +166,14 @@ def _fused_decode_kernel(
             end = begin + (seq_len + SPLIT - 1) // SPLIT
             begin += first // SPLIT
             if end - begin == 1:
-                # Merging one partial result multiplies it by 1, and adds zeros: -0 becomes 0.
+                # Merging one partial result multiplies it by 1, and adds zeros: -0 becomes 0. Then it adds the sinks.
+                o += 0.0
+                if HAS_SINKS:
+                    sink = tl.load(sinks_ptr + heads, mask=mask_h, other=0.0)
+                    o /= (1.0 + sink_weight(sink, lse))[:, None]
                 target = out_ptr + (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + offs_d[None, :]
                 inside = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
-                tl.store(target, (o + 0.0).to(dtype), mask=inside)
+                tl.store(target, o.to(dtype), mask=inside)
             else:
                 store_part(o, lse, part_o_ptr, part_lse_ptr, unit, heads, mask_h, NUM_HEADS, HEAD_DIM)
                 count_ptr = counts_ptr + b * NUM_KV_HEADS + kv_head
@@ -169,8 +183,9 @@ def _fused_decode_kernel(
                     for g in tl.range(0, GROUP, BLOCK_G, num_stages=1):
                         some = kv_head * GROUP + tl.minimum(g + offs_g, GROUP - 1)
                         merged = merge_splits(
-                            part_o_ptr, part_lse_ptr, begin, end, some, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, 1
-                        )
+                            part_o_ptr, part_lse_ptr, begin, end, some, sinks_ptr, HAS_SINKS, NUM_HEADS, HEAD_DIM,
+                            BLOCK_D, CHAINS, 1,
+                        )  # fmt: skip
                         target = out_ptr + (token * NUM_HEADS + some)[:, None] * HEAD_DIM + offs_d[None, :]
                         inside = (g + offs_g < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
                         tl.store(target, merged.to(dtype), mask=inside)
@@ -194,6 +209,7 @@ def fused_decode(
     sm_scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -224,6 +240,7 @@ def fused_decode(
     assert slots.is_contiguous() and counts.is_contiguous()
     assert counts.dtype == torch.int32 and counts.numel() >= batch * num_kv_heads
     assert window is None or window > 0
+    check_sinks(sinks, num_heads)
     fp8 = k_buffer.dtype == torch.float8_e4m3fn
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == qkv.dtype)
 
@@ -232,7 +249,8 @@ def fused_decode(
     assert work.tile == tile.split and tile.split % tile.block_n == 0 and work.records is not None
     block_d, group = padded_head_dim(head_dim), num_heads // num_kv_heads
     columns = _MERGED_COLUMNS_FP32 if qkv.dtype == torch.float32 else _MERGED_COLUMNS
-    kind = ("fused", arch, tile, qkv.dtype, fp8, head_dim, group, q_weight is None, soft_cap is None, window is None)
+    options = (q_weight is None, soft_cap is None, window is None, sinks is None)
+    kind = ("fused", arch, tile, qkv.dtype, fp8, head_dim, group, *options)
     programs = num_programs(kind, qkv.device, tile, num_kv_heads)
     part_o = torch.empty(work.capacity, num_heads, head_dim, dtype=torch.float32, device=qkv.device)
     part_lse = torch.empty(work.capacity, num_heads, dtype=torch.float32, device=qkv.device)
@@ -265,12 +283,14 @@ def fused_decode(
         *score_scales(sm_scale * k_scale, soft_cap),
         v_scale,
         window or 0,
+        part_lse if sinks is None else sinks,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HAS_NORM=q_weight is not None,
         HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None,
         KV_FORMAT=kv_format(k_buffer.dtype, arch),
         IN_PAIRS=reads_kv_in_pairs(k_buffer.dtype, head_dim, arch),
         WIDEN=is_interpreted(_fused_decode_kernel) and qkv.dtype == torch.bfloat16,
@@ -306,6 +326,7 @@ def fused_decode_ref(
     sm_scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -320,5 +341,5 @@ def fused_decode_ref(
     )  # fmt: skip
     return decode_attention_ref(
         qkv[:, :num_heads], k_buffer, v_buffer, req_to_token, rows, seq_lens, sm_scale=sm_scale, soft_cap=soft_cap,
-        window=window, k_scale=k_scale, v_scale=v_scale,
+        window=window, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Functions that several kernels share: dot products, soft caps, and the fp8 encoding of KV.
+"""Functions that several kernels share: dot products, soft caps, attention sinks, and the fp8 encoding of KV.
 
 fp8 KV (`--kv-cache-dtype fp8_e4m3`) is stored as OCP e4m3fn bytes on every architecture, because the native fp8 of
 gfx942 is another encoding and sm_80 has none. Kernels read the bytes as `uint8`. They decode with the hardware's
@@ -16,6 +16,7 @@ import triton.language as tl
 from .bound import Bound
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 
 KV_PLAIN = tl.constexpr(0)
 """KV has the dtype of the activations."""
@@ -64,6 +65,16 @@ def score_scales(sm_scale: float, soft_cap: float | None) -> tuple[float, float]
         return sm_scale * LOG2_E, 0.0
     assert soft_cap > 0
     return soft_cap * LOG2_E, sm_scale / soft_cap
+
+
+@triton.jit
+def sink_weight(sink, top):
+    """The weight of sinks, where a scaled score of `top` has a weight of 1. top: -inf without KV.
+
+    It joins the sum of weights. If it overflows, the sum is infinite, and the output is zero.
+    """
+    # An explicit fma: several kernels need the same bits.
+    return tl.exp2(tl.fma(sink, _LOG2_E, -tl.where(top == float("-inf"), 0.0, top)))
 
 
 @triton.jit

@@ -111,7 +111,9 @@ class FusedTritonAttention(TritonAttention):
         if not self._triton.can_fuse(batch, qkv.dtype):
             return super().__call__(qkv, cos_sin, batch)
         qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        return self._triton.attend_fused(qkv, *cos_sin, self.layer_id, batch, dependent=self._dependent, **self._norm)
+        return self._triton.attend_fused(
+            qkv, *cos_sin, self.layer_id, batch, self.sinks, dependent=self._dependent, **self._norm
+        )
 
 
 class FusedTritonLayers(TritonLayers):

@@ -66,6 +66,8 @@ CASES = {
     "float16-pages-window": case(F16, 40, 8, 128, page_size=128, window=257),
     "96-pages-cap": case(BF16, 8, 8, 96, page_size=64, soft_cap=30.0),
     "qwen3-14b-window": case(BF16, 40, 8, 128, window=257),
+    "gpt-oss": case(BF16, 64, 8, 64, page_size=64, has_sinks=True),
+    "gpt-oss-window": case(BF16, 64, 8, 64, page_size=64, window=128, has_sinks=True),
     "smollm2": case(BF16, 9, 3, 64),
     "many-heads": case(BF16, 71, 1, 64),
     "80": case(F16, 8, 8, 80),

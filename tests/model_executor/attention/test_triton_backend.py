@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch
+from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_sinks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
@@ -42,18 +42,20 @@ def pool(dtype: torch.dtype, page_size: int = 1) -> MHATokenToKVPool:
     steps=st.lists(st.sampled_from(["decode", "mixed"]), max_size=2),
     multiprocessors=st.sampled_from([1, 8, 1000]),
     page_size=st.sampled_from([1, 16]),  # one look-up for each slot, or for each KV tile
+    have_sinks=st.tuples(st.booleans(), st.booleans()),
 )
 def test_the_outputs_are_the_torch_backends(
-    seed, group, window, dtype, prompts, steps, multiprocessors, page_size
+    seed, group, window, dtype, prompts, steps, multiprocessors, page_size, have_sinks
 ) -> None:
     with mock.patch.object(extend_attention, "num_multiprocessors", lambda device: multiprocessors):
-        check_outputs(seed, group, window, dtype, prompts, steps, page_size)
+        check_outputs(seed, group, window, dtype, prompts, steps, page_size, have_sinks)
 
 
-def check_outputs(seed, group, window, dtype, prompts, steps, page_size) -> None:
+def check_outputs(seed, group, window, dtype, prompts, steps, page_size, have_sinks) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg = config(group, window)
-    specs = family_of(cfg).attention(cfg)
+    sinks = [random_sinks(cfg.num_heads, seed + layer) if has else None for layer, has in enumerate(have_sinks)]
+    specs = with_sinks(family_of(cfg).attention(cfg), sinks)
     triton, reference = (cls(specs, pool(dtype, page_size)) for cls in (TritonAttentionBackend, TorchAttentionBackend))
     pages = torch.randperm(NUM_SLOTS // page_size, generator=g)[:, None] + 1
     slots = (pages * page_size + torch.arange(page_size)).flatten().int()
@@ -70,8 +72,8 @@ def check_outputs(seed, group, window, dtype, prompts, steps, page_size) -> None
                 row.length += n
         batch = make_batch(rows, extend_lens, table, decode=kind == "decode")
         fused = torch.randn(len(batch.positions), cfg.num_heads + 4, 16, generator=g).to(dtype)
-        outs = attend(triton, batch, fused, cfg.num_heads)
-        wanted = attend(reference, batch, fused, cfg.num_heads)
+        outs = attend(triton, batch, fused, cfg.num_heads, sinks)
+        wanted = attend(reference, batch, fused, cfg.num_heads, sinks)
         for out, want in zip(outs, wanted, strict=True):
             error = (out.double() - want.double()).norm() / want.double().norm()
             assert error < (1e-5 if dtype == torch.float32 else 1.5e-2), (step, kind, float(error))
@@ -83,16 +85,17 @@ def check_outputs(seed, group, window, dtype, prompts, steps, page_size) -> None
 def test_a_decoding_row_has_the_same_bits_beside_a_prompt() -> None:
     g = torch.Generator().manual_seed(1)
     cfg = config(3, 9)
-    backend = TritonAttentionBackend(family_of(cfg).attention(cfg), pool(torch.float32))
+    sinks = [None, torch.randn(cfg.num_heads, generator=g)]
+    backend = TritonAttentionBackend(with_sinks(family_of(cfg).attention(cfg), sinks), pool(torch.float32))
     for buffer in (*backend.kv_pool.k_buffer, *backend.kv_pool.v_buffer):
         buffer.copy_(torch.randn(buffer.shape, generator=g))
     table = (torch.randperm(NUM_SLOTS, generator=g)[: 3 * CONTEXT].reshape(3, CONTEXT) + 1).int()
     decoding, prompt = Row(1, 50), Row(2, 20)
     fused = torch.randn(13, cfg.num_heads + 4, 16, generator=g)
-    alone = attend(backend, make_batch([decoding], [1], table, decode=True), fused[:1], cfg.num_heads)
-    first = attend(backend, make_batch([decoding, prompt], [1, 12], table, decode=False), fused, cfg.num_heads)
+    alone = attend(backend, make_batch([decoding], [1], table, decode=True), fused[:1], cfg.num_heads, sinks)
+    first = attend(backend, make_batch([decoding, prompt], [1, 12], table, decode=False), fused, cfg.num_heads, sinks)
     last = attend(
-        backend, make_batch([prompt, decoding], [12, 1], table, decode=False), fused.roll(-1, 0), cfg.num_heads
+        backend, make_batch([prompt, decoding], [12, 1], table, decode=False), fused.roll(-1, 0), cfg.num_heads, sinks
     )  # fmt: skip
     for layer in range(2):
         assert torch.equal(first[layer][0], alone[layer][0])
@@ -104,7 +107,8 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
     """17 requests share 90 tokens in a pool of 128. A launch has room for 32 of their 51 splits."""
     g = torch.Generator().manual_seed(2)
     cfg = config(2, None)
-    specs = family_of(cfg).attention(cfg)
+    sinks = [None, torch.randn(cfg.num_heads, generator=g)]
+    specs = with_sinks(family_of(cfg).attention(cfg), sinks)
     rows, shared = [Row(i + 1, 91) for i in range(17)], torch.randperm(128, generator=g)[:120] + 1
     table = shared.repeat(18, 1).int()
     table[1:, 90] = shared[90:107]
@@ -126,7 +130,7 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
             buffer.copy_(past)
         launches.clear()
         with mock.patch.object(triton_backend, "decode_attention", attention):
-            return attend(made, batch, fused, cfg.num_heads)
+            return attend(made, batch, fused, cfg.num_heads, sinks)
 
     divided = outs(TritonAttentionBackend)
     assert len(launches) == 2 * 2, "each of two layers has two launches"
@@ -145,11 +149,12 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     pool_dtype=st.sampled_from([None, torch.float8_e4m3fn]),
     norm=st.booleans(),
+    has_sinks=st.booleans(),
     extend_lens=st.sampled_from([[1, 1], [5, 1], [4, 7]]),
     layer=st.sampled_from([TritonAttention, FusedTritonAttention]),
 )
 def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
-    seed, dtype, pool_dtype, norm, extend_lens, layer
+    seed, dtype, pool_dtype, norm, has_sinks, extend_lens, layer
 ) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg, device = config(3, None), torch.device("cpu")
@@ -159,9 +164,10 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
     qkv = torch.randn(num_tokens, (cfg.num_heads + 4) * 16, generator=g).to(dtype)
     old = [torch.randn(NUM_SLOTS + 1, 2, 16, generator=g).to(pool_dtype or dtype) for _ in range(2)]
     qk_norm = QKNorm(*(torch.randn(16, generator=g).to(dtype) for _ in range(2)), 1e-6) if norm else None
+    sinks = random_sinks(cfg.num_heads, seed) if has_sinks else None
 
     def backend(kind: type[AttentionBackend]) -> AttentionBackend:
-        made = kind(family_of(cfg).attention(cfg), pool(pool_dtype or dtype))
+        made = kind(with_sinks(family_of(cfg).attention(cfg), [None, sinks]), pool(pool_dtype or dtype))
         for buffer, kept in zip((made.kv_pool.k_buffer[1], made.kv_pool.v_buffer[1]), old, strict=True):
             buffer.copy_(kept)
         made.plan(batch)
@@ -169,14 +175,15 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
 
     fused, apart, reference = map(backend, (TritonAttentionBackend, TritonAttentionBackend, TorchAttentionBackend))
     cos_sin = RotaryTable([RopeConfig()], 16, CONTEXT, device)(batch.positions)[0]
-    out = layer(1, fused, qk_norm)(qkv.clone(), cos_sin, batch)
+    out = layer(1, fused, qk_norm, sinks)(qkv.clone(), cos_sin, batch)
     heads = qkv.clone().view(num_tokens, -1, 16)
     rotary(heads, cfg.num_heads, 2, *cos_sin, **({} if qk_norm is None else qk_norm._asdict()))
-    assert torch.equal(out, apart.forward(*heads.split((cfg.num_heads, 2, 2), 1), 1, batch))
+    assert torch.equal(out, apart.forward(*heads.split((cfg.num_heads, 2, 2), 1), 1, batch, sinks))
     for name in ("k_buffer", "v_buffer"):
         pools = [getattr(b.kv_pool, name)[1].view(torch.uint8) for b in (fused, apart)]
         assert torch.equal(*pools)
-    want = Attention(1, reference, qk_norm)(qkv, RotaryEmbedding(RopeConfig(), 16, device)(batch.positions), batch)
+    rotated = RotaryEmbedding(RopeConfig(), 16, device)(batch.positions)
+    want = Attention(1, reference, qk_norm, sinks)(qkv, rotated, batch)
     # One step of fp8 is an eighth, and the two round different last bits of bf16 to it.
     limit = 5e-2 if pool_dtype else {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
     assert (out.double() - want.double()).norm() / want.double().norm() < limit

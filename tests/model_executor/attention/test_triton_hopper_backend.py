@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_steps import NUM_SLOTS, Row, attend, config, make_batch
+from backend_steps import NUM_SLOTS, Row, attend, config, make_batch, with_sinks
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor.attention import hopper_backend
@@ -78,7 +78,10 @@ def test_prompts_have_the_kernel_and_single_tokens_have_decode_attention(works: 
             assert torch.equal(work.rows[: len(expected.rows)], expected.rows)
 
 
-def test_sliding_windows_are_refused() -> None:
-    windowed = config(group=3, window=9)
+def test_what_the_kernel_lacks_is_refused() -> None:
+    windowed = family_of(config(group=3, window=9)).attention(config(group=3, window=9))
     with pytest.raises(ModelNotSupported, match="--hopper-prefill has no kernel for sliding windows"):
-        create_attention_backend(HOPPER, family_of(windowed).attention(windowed), pool())
+        create_attention_backend(HOPPER, windowed, pool())
+    sunk = with_sinks(family_of(CONFIG).attention(CONFIG), [None, torch.zeros(CONFIG.num_heads)])
+    with pytest.raises(ModelNotSupported, match="--hopper-prefill has no kernel for attention sinks"):
+        create_attention_backend(HOPPER, sunk, pool())

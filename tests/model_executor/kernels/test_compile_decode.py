@@ -89,6 +89,7 @@ FUSED = {
     "9x3x64-bfloat16": False,
     "16x8x128-bfloat16": True,
     "40x8x128-bfloat16-window": False,
+    "64x8x64-bfloat16-window-sinks": False,
     "32x32x80-bfloat16": True,
     "32x8x128-fp8": True,
     "9x3x64-float32": False,

@@ -27,6 +27,7 @@ PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (1,), None, None, 0.12
 @example(case=PLAIN, tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(1,)), tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(400,)), tile=TILES[0])  # more splits than the merge takes at once
+@example(case=dataclasses.replace(PLAIN, lens=(400, 3), extend_lens=(1, 1), has_sinks=True), tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(400, 3), extend_lens=(1, 1), window=20), tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, group=71, lens=(20,)), tile=TILES[1])  # two blocks of heads
 def test_agrees_with_the_float64_twin(case: Case, tile: DecodeTile) -> None:
@@ -106,7 +107,16 @@ def test_the_number_of_programs_does_not_matter() -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_a_row_without_kv_gets_zeros() -> None:
+@pytest.mark.parametrize("sinks", [None, [0.5, -torch.inf, 1e4]])
+def test_a_row_without_kv_gets_zeros(sinks: list[float] | None) -> None:
     problem = build(PLAIN)
+    if sinks is not None:
+        problem = dataclasses.replace(problem, sinks=torch.tensor(sinks))
     problem.seq_lens.zero_()
     assert torch.equal(run_decode(problem, TILES[0]), torch.zeros_like(problem.q_decode))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    without = build(dataclasses.replace(PLAIN, lens=(400, 17), extend_lens=(1, 1)))
+    problem = dataclasses.replace(without, sinks=torch.full((3,), -torch.inf))
+    assert torch.equal(run_decode(problem, TILES[0]), run_decode(without, TILES[0]))

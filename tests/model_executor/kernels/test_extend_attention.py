@@ -36,6 +36,7 @@ def run(p: Problem, tile: ExtendTile, *, by_unit: bool = False) -> torch.Tensor:
 @example(case=dataclasses.replace(PLAIN, lens=(40, 33, 9), extend_lens=(40, 1, 5)), tile=TILES[1])
 @example(case=dataclasses.replace(PLAIN, lens=(90, 37), extend_lens=(60, 37), page_size=32), tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(90, 33), extend_lens=(60, 2), page_size=32, window=5), tile=TILES[2])
+@example(case=dataclasses.replace(PLAIN, lens=(90, 17), extend_lens=(60, 17), has_sinks=True), tile=TILES[0])
 def test_agrees_with_the_float64_twin(case: Case, tile: ExtendTile) -> None:
     problem = build(case)
     assert_close(run(problem, tile), expected_extend(problem))
@@ -96,9 +97,18 @@ def test_a_tile_is_paged_where_pages_have_whole_tiles(
 @given(case=cases(max_len=90, max_requests=2, max_query_rows=80), tile=st.sampled_from(TILES))
 @example(case=dataclasses.replace(PLAIN, lens=(150,), extend_lens=(5,)), tile=TILES[1])
 @example(case=dataclasses.replace(PLAIN, lens=(150, 40), extend_lens=(9, 2), window=20), tile=TILES[0])
+@example(case=dataclasses.replace(PLAIN, lens=(150, 40), extend_lens=(9, 2), has_sinks=True), tile=TILES[0])
 def test_splits_as_units_have_the_bits_of_splits_in_turn(case: Case, tile: ExtendTile) -> None:
     problem = build(case)
     assert torch.equal(run(problem, tile, by_unit=True), run(problem, tile))
+
+
+@pytest.mark.parametrize("by_unit", [False, True])
+def test_a_sink_of_minus_infinity_is_none(by_unit: bool) -> None:
+    for lens in ((150, 40), (20,)):
+        without = build(dataclasses.replace(PLAIN, lens=lens, extend_lens=(9, 2)[: len(lens)]))
+        problem = dataclasses.replace(without, sinks=torch.full((3,), -torch.inf))
+        assert torch.equal(*(run(p, TILES[0], by_unit=by_unit) for p in (problem, without)))
 
 
 def test_the_splits_are_merged_and_not_one_softmax() -> None:

@@ -41,6 +41,7 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.sampled_from([None, 1, 7, 33])),
         soft_cap=draw(st.sampled_from([None, 5.0])),
         sm_scale=0.125,
+        has_sinks=draw(st.booleans()),
     )
 
 
@@ -48,6 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases(), tile=st.sampled_from(TILES), norm=st.booleans(), order=st.integers(0, 2**31))
 @example(case=dataclasses.replace(PLAIN, lens=(300, 1), extend_lens=(1, 1)), tile=TILES[0], norm=True, order=0)
 @example(case=dataclasses.replace(PLAIN, lens=(300, 17), window=40), tile=TILES[0], norm=False, order=1)
+@example(case=dataclasses.replace(PLAIN, lens=(90, 3), has_sinks=True), tile=TILES[0], norm=False, order=2)
 def test_has_the_bits_of_the_kernels_it_replaces(case: Case, tile: DecodeTile, norm: bool, order: int) -> None:
     step = make_step(case, tile, norm=norm)
     with permuted_programs(order):
