@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -125,6 +126,25 @@ CONFIGS = {
         text_config=GEMMA, vision_config=TINY_VISION, eos_token_id=2, image_token_index=130
     ),
     "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": lambda: GptOssConfig(
+        **BASE,
+        head_dim=16,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        swiglu_limit=1.5,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+    "gpt_oss_full": lambda: GptOssConfig(
+        **BASE | {"num_hidden_layers": 2},
+        head_dim=24,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        layer_types=["full_attention"] * 2,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters=SMALL_THETA,
+    ),
     "mixtral_window": lambda: MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
 }
 
@@ -176,7 +196,7 @@ def stored_tensors(model):
         if model.config.model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
         stem, is_experts, last = name.partition(".experts.")
-        if not is_experts:
+        if not is_experts or model.config.model_type == "gpt_oss":
             found[name] = tensor
             continue
         names = ("gate_proj", "up_proj", "down_proj") if model.config.model_type == "qwen3_moe" else ("w1", "w3", "w2")

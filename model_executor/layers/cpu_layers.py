@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...srt.errors import ModelNotSupported
 from ...srt.machine.huge_pages import zeroed
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
@@ -16,7 +17,7 @@ from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
 from .embedding import Embedding
-from .experts import ExpertWeights
+from .experts import ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .output_head import GreedyHead, GreedyLayer, OutputHead
@@ -96,15 +97,17 @@ class CpuExperts:
     ) -> None:
         """`router`: gives logits in float32. `compact`: see `panels_of`. `rounds_to_integers`: weights of 8 or 4 bits
         multiply rows of integers."""
+        if config.has_biases or config.gate is not None:
+            raise ModelNotSupported("the attention backend cpu does not support experts with biases and clamped gates")
         self._router = router
         self._bits: int | None = None
         self.gate_ups: list[torch.Tensor] = []
         self.downs: list[torch.Tensor] = []
-        for gate_up, down in experts:
+        for weights in experts:
             if rounds_to_integers:
-                self._bits = down.bits
-            self.gate_ups.append(pack_gated(gate_up, compact=compact))
-            self.downs.append(pack(down, compact=compact))
+                self._bits = weights.down.bits
+            self.gate_ups.append(pack_gated(weights.gate_up, compact=compact))
+            self.downs.append(pack(weights.down, compact=compact))
         self._options = config.intermediate_size, config.num_experts_per_token, config.normalized
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
@@ -243,7 +246,10 @@ class CpuFloatLayers(CpuLayers):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return CpuGatedLinear(weight, bias, activation, compact=self._compact)
 
-    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+    def router(self, router: RouterWeights) -> Layer:
+        return CpuLinear(*router, to_float=True, compact=self._compact)
+
+    def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return CpuExperts(self.router(router), experts, config, compact=self._compact)
 
     def head(self, weight: Any) -> Layer:

@@ -13,20 +13,33 @@ from .linear import float32_logits
 from .residual import Layer
 
 
+class RouterWeights(NamedTuple):
+    """The weights of a router."""
+
+    weight: Any
+    """[num_experts, hidden]"""
+    bias: torch.Tensor | None = None
+    """[num_experts]; None: the router has none"""
+
+
 class ExpertWeights(NamedTuple):
-    """The weights of an expert, of any type that the layers have."""
+    """The weights of an expert, of any type that the layers have. Without biases, these are None."""
 
     gate_up: Any
     """[2 * inter, hidden], the rows of gate first"""
     down: Any
     """[hidden, inter]"""
+    gate_up_bias: torch.Tensor | None = None
+    """[2 * inter]"""
+    down_bias: torch.Tensor | None = None
+    """[hidden]"""
 
 
 class Expert(NamedTuple):
     """The layers of an expert."""
 
     gate_up: Layer
-    """[T, hidden] -> silu(gate) * up [T, inter]"""
+    """[T, hidden] -> the activation of gate and up [T, inter]"""
     down: Layer
     """[T, inter] -> [T, hidden]"""
 

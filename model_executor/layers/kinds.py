@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.experts_config import ClampedGate, ExpertsConfig
 from ...srt.model_files.model_config import Activation, ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
@@ -18,7 +18,7 @@ from ..forward_batch import ForwardBatch
 from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding
-from .experts import ComposedExperts, Expert, ExpertWeights
+from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .output_head import OutputHead, PlainHead
@@ -67,7 +67,7 @@ class LayerKinds(Protocol):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         """Make the fused gate and up projection, which returns activation(gate) * up."""
 
-    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+    def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
@@ -118,13 +118,19 @@ class TorchLayers:
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return GatedLinear(weight, bias, activation)
 
-    def router(self, weight: Any) -> Layer:
+    def router(self, router: RouterWeights) -> Layer:
         """Make the layer of a router, which `float32_logits` calls."""
-        return self.head(weight)
+        return Linear(*router)
 
-    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
-        built = [Expert(self.gated_linear(gate_up, None, "silu"), self.linear(down, None)) for gate_up, down in experts]
+    def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+        built = [self._expert(weights, config.gate) for weights in experts]
         return ComposedExperts(self.router(router), built, config)
+
+    def _expert(self, weights: ExpertWeights, gate: ClampedGate | None) -> Expert:
+        down = self.linear(weights.down, weights.down_bias)
+        if gate is None:
+            return Expert(self.gated_linear(weights.gate_up, weights.gate_up_bias, "silu"), down)
+        return Expert(GatedLinear(weights.gate_up, weights.gate_up_bias, gate), down)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
         return NormedLayer(norm, layer)

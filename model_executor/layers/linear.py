@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ...srt.model_files.experts_config import ClampedGate
 from ...srt.model_files.model_config import Activation
 from ..forward_batch import ForwardBatch
 from .activation import gated_activation
@@ -31,7 +33,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def float32(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """The output head, which has no bias: x [n, in] -> float32 [n, out], written to `out` if given.
+        """The output head, or a router: x [n, in] -> float32 [n, out], written to `out` if given.
 
         A GPU multiplies 16-bit numbers with a float32 result, so the logits are rounded once and not twice, and written
         once. A CPU has no such operation.
@@ -39,8 +41,10 @@ class Linear:
         if self.weight.dtype.itemsize == 2 and x.device.type != "cpu":
             weight = self.weight.t()
             if out is None:
-                return torch.mm(x, weight, out_dtype=torch.float32)
-            return torch.mm(x, weight, out_dtype=torch.float32, out=out)
+                logits = torch.mm(x, weight, out_dtype=torch.float32)
+            else:
+                logits = torch.mm(x, weight, out_dtype=torch.float32, out=out)
+            return logits if self.bias is None else logits.add_(self.bias)
         logits = self(x)
         return logits.float() if out is None else out.copy_(logits)
 
@@ -55,9 +59,9 @@ class GatedLinear:
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        activation: Activation = "silu",
+        activation: Activation | ClampedGate = "silu",
         *,
-        activate: Callable[[torch.Tensor, Activation], torch.Tensor] = gated_activation,
+        activate: Callable[[torch.Tensor, Any], torch.Tensor] = gated_activation,
     ) -> None:
         """`activate`: computes the activation of both halves, as `gated_activation` does."""
         self.linear = Linear(weight, bias)

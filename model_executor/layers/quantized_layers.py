@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from ...srt.errors import ModelNotSupported
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
-from .experts import ExpertWeights
+from .experts import ExpertWeights, RouterWeights
 from .kinds import Layer
 from .linear import Linear
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
@@ -71,17 +72,21 @@ class QuantizedLayers(CpuLayers):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return QuantizedGatedLinear(weight, bias, activation)
 
-    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+    def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         if not self.compiled_experts:
+            if config.gate is not None:
+                raise ModelNotSupported(
+                    "--quantization with float16 does not support clamped gates of experts: use --dtype bfloat16"
+                )
             return super().experts(router, experts, config)
         return CpuExperts(self.router(router), experts, config, rounds_to_integers=True)
 
     def head(self, weight: Any) -> Layer:
         return QuantizedLinear(weight, to_float=True)
 
-    def router(self, weight: Any) -> Layer:
+    def router(self, router: RouterWeights) -> Layer:
         """A router is not quantized."""
-        return CpuLinear(weight, to_float=True) if cpu_extension.multiplies(self._dtype) else Linear(weight)
+        return CpuLinear(*router, to_float=True) if cpu_extension.multiplies(self._dtype) else Linear(*router)
 
     def embedding(self, weight: Any) -> Layer:
         return embedding_of(weight, self._dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...srt.errors import ModelNotSupported
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
@@ -20,7 +21,7 @@ from ..kernels.rotary import rotary
 from .attention import QKNorm
 from .decode_start import DecodeStart, StartDecode
 from .embedding import Embedding
-from .experts import ExpertWeights
+from .experts import ExpertWeights, RouterWeights
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
 from .fp8_weight import Fp8Weight
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
@@ -106,10 +107,12 @@ class TritonAttention:
 class TritonExperts:
     """A mixture of experts whose launches depend on shapes only, so that a graph may record them."""
 
-    def __init__(self, router: torch.Tensor, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> None:
-        self._router = router
+    def __init__(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> None:
+        if config.has_biases or config.gate is not None:
+            raise ModelNotSupported("triton attention does not support experts with biases and clamped gates")
+        self._router = router.weight
         self._config = config
-        gate_up, down = zip(*experts, strict=True)
+        gate_up, down = zip(*((weights.gate_up, weights.down) for weights in experts), strict=True)
         self._kept = gate_up, down  # the tables have only their addresses
         self._tables = expert_weight_tables(gate_up, down)
 
@@ -142,7 +145,7 @@ class TritonLayers(TorchLayers):
             return Fp8GatedLinear(weight, bias, activation)
         return GatedLinear(weight, bias, activation, activate=act_and_mul)
 
-    def experts(self, router: Any, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
+    def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return TritonExperts(router, experts, config)
 
     def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:

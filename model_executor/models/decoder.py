@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3 and Gemma 3.
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3 and GPT-OSS.
 
 Their differences are fields of ModelConfig. One of them needs no operation: Gemma multiplies embeddings by a constant.
 Here the residual stream is divided by it instead, so the embeddings stay as they are. What is added to the residual
@@ -14,17 +14,18 @@ from typing import Any, overload
 
 import torch
 
+from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
-from ..layers.experts import ExpertWeights
+from ..layers.experts import ExpertWeights, RouterWeights
 from ..layers.kinds import Layer, LayerKinds, is_compiled
 from ..layers.layernorm import RMSNorm
 from ..layers.residual import AfterNorm, BeforeSum, LayerThenNorm, Pending, Stream, SummedLayer
 from .family import ModelFamily, Parameters
-from .parameters import decoder_parameters, expert_names, router_name
+from .parameters import bias_name, decoder_parameters, expert_names, router_name, sinks_name
 
 
 class _StoredExperts(Sequence[ExpertWeights]):
@@ -49,8 +50,9 @@ class _StoredExperts(Sequence[ExpertWeights]):
             return [self[expert] for expert in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        gate_up, down = expert_names(self._layer_id, index)
-        return ExpertWeights(self._params[gate_up], self._params[down])
+        names = expert_names(self._layer_id, index)
+        weights = (self._params[name] for name in names)
+        return ExpertWeights(*weights, *(self._params.get(bias_name(name)) for name in names))
 
 
 class DecoderLayer:
@@ -88,7 +90,7 @@ class DecoderLayer:
         self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.rope = _distinct_ropes(config).index(config.ropes[layer_id])
-        self.attention = layers.attention(layer_id, backend, qk_norm)
+        self.attention = layers.attention(layer_id, backend, qk_norm, params.get(sinks_name(layer_id)))
         self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = layers.norm(params[f"{prefix}post_attention_norm.weight"], config.residual_norm_eps)
         self._normed_qkv = layers.after_norm(self.input_norm, self.qkv_proj)
@@ -97,7 +99,9 @@ class DecoderLayer:
         if config.is_sparse(layer_id):
             assert config.experts is not None
             stored = _StoredExperts(params, layer_id, config.experts.num_experts)
-            self.experts = layers.experts(params[router_name(layer_id)], stored, config.experts)
+            name = router_name(layer_id)
+            router = RouterWeights(params[name], params.get(bias_name(name)))
+            self.experts = layers.experts(router, stored, config.experts)
             self._normed_experts = layers.after_norm(self.post_attention_norm, self.experts)
             return
         self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"), config.hidden_act)
@@ -190,6 +194,7 @@ def _attention(config: ModelConfig) -> list[AttentionSpec]:
             scale=config.attention_scale,
             rope=rope,
             window=window,
+            has_sinks=FAMILIES[config.architecture].attention_sinks,
         )
         for window, rope in zip(config.sliding_windows, config.ropes, strict=True)
     ]

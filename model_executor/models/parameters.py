@@ -92,11 +92,11 @@ class ParameterDtypes(NamedTuple):
     """The types of the parameters that are not quantized."""
 
     vectors: torch.dtype
-    """of norms and biases"""
+    """of norms and biases. Attention sinks have float32, because attention computes its scores in it"""
     matrices: torch.dtype
 
     def of(self, parameter: Parameter) -> torch.dtype:
-        if any(part.is_computed for part in parameter.parts):
+        if parameter.name.endswith(_SINKS_ENDING) or any(part.is_computed for part in parameter.parts):
             return torch.float32
         return self.matrices if len(parameter.shape) == 2 else self.vectors
 
@@ -194,6 +194,7 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
             "post_attention_norm": norm._replace(name="pre_feedforward_layernorm"),
             "feed_forward_output_norm": output_norm._replace(name="post_feedforward_layernorm"),
         }
+    has_sinks = FAMILIES[config.architecture].attention_sinks
     if config.qk_norm:
         norms |= {name: norm._replace(name=f"self_attn.{name}", shape=(head_dim,)) for name in ("q_norm", "k_norm")}
 
@@ -202,6 +203,9 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         for name, part in norms.items():
             stored = part._replace(name=f"{source}{part.name}.weight")
             yield Parameter(f"layers.{index}.{name}.weight", part.shape, (stored,), Split.REPLICATED)
+        if has_sinks:
+            sinks = f"{source}self_attn.sinks"
+            yield _whole(sinks_name(index), sinks, (config.num_heads,), Split.COLUMNS)
         is_sparse = config.is_sparse(index)
         for name, (parts, columns, bias, split) in (linears if is_sparse else linears | dense).items():
             rows = sum(part.shape[0] for part in parts)
@@ -223,6 +227,11 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     return parameters
 
 
+def sinks_name(layer: int) -> str:
+    """The name of the attention sinks of a layer, float32 [num_heads]."""
+    return f"layers.{layer}{_SINKS_ENDING}"
+
+
 def router_name(layer: int) -> str:
     """The name of the router's weight, [num_experts, hidden]."""
     return f"layers.{layer}{ROUTER_ENDING}"
@@ -234,8 +243,13 @@ def expert_names(layer: int, expert: int) -> tuple[str, str]:
     return f"{prefix}gate_up_proj.weight", f"{prefix}down_proj.weight"
 
 
+def bias_name(weight_name: str) -> str:
+    """The name of the bias beside a weight."""
+    return f"{weight_name.removesuffix('weight')}bias"
+
+
 def is_expert(name: str) -> bool:
-    """Whether a parameter is a weight of an expert."""
+    """Whether a parameter is a weight or a bias of an expert."""
     return ".experts." in name
 
 
@@ -253,12 +267,20 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
             return Part(f"{source}{names.experts}{module}.weight", shape, expert * shape[0], count * shape[0])
         return Part(f"{source}{names.experts}{expert}.{module}.weight", shape)
 
-    yield _whole(router_name(layer), f"{source}{names.router}.weight", (count, hidden))
+    def with_bias(weight: Parameter, split: Split) -> Iterator[Parameter]:
+        yield weight
+        if experts is not None and experts.has_biases:
+            biases = tuple(Part(bias_name(part.name), part.shape[:1]) for part in weight.parts)
+            yield Parameter(bias_name(weight.name), weight.shape[:1], biases, split)
+
+    router = _whole(router_name(layer), f"{source}{names.router}.weight", (count, hidden))
+    yield from with_bias(router, Split.REPLICATED)
     for expert in range(count):
         gate_up_name, down_name = expert_names(layer, expert)
         gate_up = part(names.gate, (inter, hidden), expert), part(names.up, (inter, hidden), expert)
-        yield Parameter(gate_up_name, (2 * inter, hidden), gate_up, Split.COLUMNS)
-        yield Parameter(down_name, (hidden, inter), (part(names.down, (hidden, inter), expert),), Split.ROWS)
+        down = (part(names.down, (hidden, inter), expert),)
+        yield from with_bias(Parameter(gate_up_name, (2 * inter, hidden), gate_up, Split.COLUMNS), Split.COLUMNS)
+        yield from with_bias(Parameter(down_name, (hidden, inter), down, Split.ROWS), Split.FIRST_RANK)
 
 
 def _renamed(part: Part, name: str, *columns: int) -> Part:
@@ -283,6 +305,7 @@ def _half_split_order(head_dim: int, rotary_dim: int) -> tuple[int, ...]:
 
 
 ROUTER_ENDING = ".router.weight"
+_SINKS_ENDING = ".sinks"
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"

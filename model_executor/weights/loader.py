@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
-from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig
+from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig, Mxfp4Config
 from ..device.dtypes import DTYPES, dtype_name
 from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
 from ..layers.packing import COMPACT_BITS
@@ -35,8 +36,9 @@ from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
 from .integer_checkpoint import IntegerCheckpoint
 from .packed_cache import PackedParameters
-from .quantization import STORED_BITS_PER_WEIGHT, dummy_integer_form, fp8_form, is_linear, is_multiplied
+from .quantization import STORED_BITS_PER_WEIGHT, dummy_form, fp8_form, is_linear, is_multiplied
 from .safetensors_checkpoint import SafetensorsCheckpoint
+from .stacked_checkpoint import StackedCheckpoint
 from .weight_cache import WeightCache
 
 # Tensors of old checkpoints that are computed instead of loaded.
@@ -95,13 +97,13 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
 
 
 def stored_forms(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
-    """The quantized form of each matrix of a GGUF file or of integers that has the stored values, by parameter.
+    """The quantized form of each matrix of a GGUF file, of integers or of MXFP4 that has the stored values.
 
-    `dtype`: the type of the activations. A form takes fewer bits a weight than this type, and than a compact weight if
-    the matrix may be compact. Matrices without such a form are left out. Dummy weights of integers have the form that
-    the config describes. Raises as `load_parameters` does.
+    The result is by parameter. `dtype`: the type of the activations. A form takes fewer bits a weight than this type,
+    and than a compact weight if the matrix may be compact. Matrices without such a form are left out. Dummy weights
+    have the form that the config describes. Raises as `load_parameters` does.
     """
-    if config.load_format != "gguf" and not isinstance(config.quantization, IntegerConfig):
+    if config.load_format != "gguf" and not isinstance(config.quantization, IntegerConfig | Mxfp4Config):
         return {}
     if config.load_format == "dummy":
         return _dummy_forms(config)
@@ -145,11 +147,7 @@ def _dummy_forms(config: ModelConfig) -> dict[str, str]:
     assert config.quantization is not None
     for parameter in filter(is_linear, family_of(config).parameters(config)):
         modules = [part.name.removesuffix(".weight") for part in parameter.parts]
-        form = (
-            fp8_form(config.quantization)
-            if isinstance(config.quantization, Fp8Config)
-            else dummy_integer_form(config.quantization, parameter.shape[1])
-        )
+        form = dummy_form(config.quantization, parameter)
         if form is not None and not any(map(config.quantization.excludes, modules)):
             forms[parameter.name] = form
     return forms
@@ -211,6 +209,9 @@ def _is_dequantised_by_a_cpu(config: ModelConfig, device: torch.device) -> bool:
 
 
 def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
+    if isinstance(config.quantization, Mxfp4Config) or FAMILIES[config.architecture].stacked_experts:
+        assert not isinstance(config.quantization, Fp8Config | IntegerConfig)
+        return StackedCheckpoint(config.model_path, config.quantization, device)
     if isinstance(config.quantization, Fp8Config):
         return Fp8Checkpoint(config.model_path, config.quantization)
     if config.quantization is not None:

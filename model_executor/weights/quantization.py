@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
-from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig
+from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig, Mxfp4Config, QuantizationConfig
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
-from ..models.parameters import ROUTER_ENDING, WHOLE, Parameter, Shard
+from ..models.parameters import ROUTER_ENDING, WHOLE, Parameter, Shard, is_expert
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """The forms that a CPU rounds weights to, and their bits per weight, with the scale and minimum of a group."""
@@ -96,8 +96,17 @@ def fp8_form(config: Fp8Config) -> str:
     return "fp8_block" if config.by_block else FP8
 
 
-def dummy_integer_form(config: IntegerConfig, row_len: int) -> str | None:
-    """The form of a matrix of integers whose scales are numbers of float16. None: it is widened."""
+def dummy_form(config: QuantizationConfig, parameter: Parameter) -> str | None:
+    """The form of a linear layer's matrix that the config describes. None: it is not quantized, or widened."""
+    if isinstance(config, Fp8Config):
+        return fp8_form(config)
+    if isinstance(config, Mxfp4Config):
+        return "int8" if is_expert(parameter.name) and parameter.shape[1] % GROUP == 0 else None
+    return _dummy_integer_form(config, parameter.shape[1])
+
+
+def _dummy_integer_form(config: IntegerConfig, row_len: int) -> str | None:
+    """The form of a matrix of integers whose scales are numbers of float16."""
     whole_groups = row_len % GROUP == 0 and (config.group_size is None or config.group_size % GROUP == 0)
     if config.act_order or not whole_groups:
         return None

@@ -34,9 +34,11 @@ class SafetensorsCheckpoint:
     `_file_of` has the names in the files, and `_stored_name` has them by the names of a model with an output head.
     """
 
-    def __init__(self, folder: str, quantized_types: Collection[torch.dtype] = ()) -> None:
+    def __init__(
+        self, folder: str, quantized_types: Collection[torch.dtype] = (), *, stacked_experts: bool = False
+    ) -> None:
         """`quantized_types`: types of tensors that stand for numbers only together with others, such as scales. They
-        are refused unless they are given."""
+        are refused unless they are given. So are tensors with the matrices of all experts, unless `stacked_experts`."""
         self._types = {*_TYPES, *quantized_types}
         self._file_of: dict[str, SafetensorsFile] = {}
         index_path = os.path.join(folder, _INDEX)
@@ -54,7 +56,8 @@ class SafetensorsCheckpoint:
             raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
         if not quantized_types and (integers := sorted(x for x in self._file_of if x.endswith(_INTEGER_ENDINGS))):
             raise ValueError(f"tensor {integers[0]!r} has integers, but config.json has no quantization_config for it")
-        if stacked := sorted(name for name in self._file_of if name.endswith(_STACKED_ENDINGS)):
+        stacked = sorted(name for name in self._file_of if name.endswith(_STACKED_ENDINGS))
+        if stacked and not stacked_experts:
             raise ValueError(
                 f"tensor {stacked[0]!r} has the matrices of all experts, but each expert must have tensors of its own, "
                 "as save_pretrained of transformers writes them"

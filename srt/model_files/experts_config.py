@@ -9,6 +9,16 @@ from typing import NamedTuple, TypeAlias
 from .settings import Settings
 
 
+class ClampedGate(NamedTuple):
+    """The gated activation of GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1).
+
+    Before it, gate is lowered to `limit`, and up is moved into [-limit, limit].
+    """
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The feed-forward layers of which each token computes a few parts: the experts that a router chooses."""
@@ -19,6 +29,10 @@ class ExpertsConfig:
     """the feed-forward width of an expert"""
     normalized: bool
     """whether the weights of a token's experts are divided by their sum"""
+    gate: ClampedGate | None = None
+    """the activation; None: silu(gate) * up"""
+    has_biases: bool = False
+    """whether the router and the linear layers of each expert have biases"""
     dense_layers: tuple[int, ...] = ()
     """the layers that have a plain feed-forward layer instead, in ascending order"""
 
@@ -35,6 +49,7 @@ class ExpertNames(NamedTuple):
 
 
 QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts.", "gate_proj", "up_proj", "down_proj")
+GPT_OSS_NAMES = QWEN_NAMES._replace(router="mlp.router")
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", "w1", "w3", "w2")
 
 ReadExperts: TypeAlias = Callable[[Settings, int], ExpertsConfig | None]
@@ -63,6 +78,18 @@ def mixtral_experts(config: Settings, num_layers: int) -> ExpertsConfig:
         num_experts_per_token=config.integer("num_experts_per_tok", 2),
         intermediate_size=config.integer("intermediate_size"),
         normalized=True,
+    )
+
+
+def gpt_oss_experts(config: Settings, num_layers: int) -> ExpertsConfig:
+    """The experts of GPT-OSS. A softmax over the logits of the chosen ones gives their weights."""
+    return ExpertsConfig(
+        num_experts=_num_experts(config, 128),
+        num_experts_per_token=config.integer("num_experts_per_tok", 4),
+        intermediate_size=config.integer("intermediate_size"),
+        normalized=True,
+        gate=ClampedGate(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)),
+        has_biases=True,
     )
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from .experts_config import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames, ReadExperts, mixtral_experts, qwen_experts
+from .experts_config import (
+    GPT_OSS_NAMES,
+    MIXTRAL_NAMES,
+    QWEN_NAMES,
+    ExpertNames,
+    ReadExperts,
+    gpt_oss_experts,
+    mixtral_experts,
+    qwen_experts,
+)
 from .settings import Settings, quote
 
 SlidingWindows: TypeAlias = tuple[int | None, ...]
@@ -93,6 +103,15 @@ def local_windows(window: int, period: int, num_layers: int) -> SlidingWindows:
     return tuple(window if (index + 1) % period else None for index in range(num_layers))
 
 
+def _window_of_every_other_layer(config: Settings, num_layers: int) -> SlidingWindows:
+    types = config.texts("layer_types")
+    if types is None:
+        types = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
+    # null does not stand for the default here: other libraries cannot compute with it, either.
+    window = config.integer("sliding_window", None if "sliding_window" in config else 128)
+    return _windows_of_types(config, types, num_layers, window)
+
+
 def _rotated_layers(config: Settings, num_layers: int) -> tuple[bool, ...]:
     # 1 in `no_rope_layers` stands for a layer with a rotary embedding. A longer list is allowed, as in transformers.
     given = config.get("no_rope_layers")
@@ -118,6 +137,10 @@ class Family:
     qkv_bias: bool | None = False
     o_bias: bool | None = False
     mlp_bias: bool | None = False
+    biased_attention: bool = False
+    """what a config without attention_bias stands for"""
+    attention_sinks: bool = False
+    """whether each head has a learned logit that joins the softmax without a value"""
     qk_norm: bool = False
     default_head_dim: int | None = None
     """None: hidden_size / num_heads"""
@@ -125,6 +148,8 @@ class Family:
     """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
     default_rms_norm_eps: float = 1e-6
     default_rope_theta: float = 10000.0
+    default_rope: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """the rope settings of a config without any"""
     tied_by_default: bool = False
     """whether the output head of a config without tie_word_embeddings is the embedding"""
     default_original_context_len: int | None = None
@@ -157,6 +182,8 @@ class Family:
     experts: ReadExperts | None = None
     """reads the mixture of experts; None: all feed-forward layers are dense"""
     expert_names: ExpertNames = QWEN_NAMES
+    stacked_experts: bool = False
+    """whether a checkpoint has one tensor for the matrices of all experts of a layer"""
 
 
 _GEMMA3 = Family(
@@ -191,6 +218,14 @@ _GEMMA3 = Family(
     gguf_local_windows=True,
 )
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", "decoder", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
     "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere, default_num_kv_heads=8),
@@ -249,6 +284,23 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        "decoder",
+        _window_of_every_other_layer,
+        qkv_bias=None,
+        o_bias=None,
+        biased_attention=True,
+        attention_sinks=True,
+        default_head_dim=64,
+        default_num_kv_heads=8,
+        default_rms_norm_eps=1e-5,
+        default_rope_theta=150000.0,
+        default_rope=_GPT_OSS_ROPE,
+        experts=gpt_oss_experts,
+        expert_names=GPT_OSS_NAMES,
+        stacked_experts=True,
+    ),
 }
 # GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
 # ignores it, too.

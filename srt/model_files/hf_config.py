@@ -35,7 +35,7 @@ def config_from_hf(
     if family.has_text_config:
         config = _text_config(config)
     config = config.with_defaults(family.defaults)
-    quantization = read_quantization_config(config, of_autogptq)
+    quantization = read_quantization_config(config, of_autogptq, stacked_experts=family.stacked_experts)
     for key in ("rope_interleaved", "use_mrope"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
@@ -54,7 +54,7 @@ def config_from_hf(
         )
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     default_num_kv_heads = None if "num_key_value_heads" in config else family.default_num_kv_heads
-    attention_bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    attention_bias, mlp_bias = config.flag("attention_bias", family.biased_attention), config.flag("mlp_bias")
     for key, is_set, known in (
         ("attention_bias", attention_bias, family.qkv_bias),
         ("mlp_bias", mlp_bias, family.mlp_bias),

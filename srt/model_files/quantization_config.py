@@ -3,7 +3,8 @@
 The settings are in config.json, as `quantization_config`. Old versions of AutoGPTQ write them to quantize_config.json.
 
 8-bit floating point (Fp8Config) is read from `quant_method` "fp8", the format of DeepSeek's and Qwen's own checkpoints,
-and from "compressed-tensors" with the format "float-quantized". 4-bit and 8-bit integers (IntegerConfig) are read from
+and from "compressed-tensors" with the format "float-quantized". 4-bit floating point (Mxfp4Config) is read from
+"mxfp4", the format of GPT-OSS, whose experts share tensors. 4-bit and 8-bit integers (IntegerConfig) are read from
 "gptq", "awq", and "compressed-tensors" with the format "pack-quantized" or "int-quantized".
 
 Only matrices are quantized here. If a checkpoint asks for rounded activations, their scales must be found while
@@ -18,7 +19,8 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 from .settings import Settings, quote
 
 _BLOCK = [128, 128]
-_METHODS = "fp8, gptq, awq, compressed-tensors"
+_METHODS = "fp8", "gptq", "awq", "compressed-tensors"
+_METHODS_OF_STACKED_EXPERTS = ("mxfp4",)
 # These keys describe how a checkpoint was made or which program is to run it. They change no value.
 _OF_NO_EFFECT = ("quant_method", "version", "quantization_status", "global_compression_ratio")
 _OF_NO_EFFECT_FOR_INTEGERS = (
@@ -82,13 +84,30 @@ class IntegerConfig(NamedTuple):
         return _excludes(self.excluded, module) or not _targets(self.targets, module)
 
 
-QuantizationConfig: TypeAlias = Fp8Config | IntegerConfig
+class Mxfp4Config(NamedTuple):
+    """How a checkpoint stores the matrices of its experts: numbers of 4 bits (e2m1) times powers of two.
+
+    32 numbers along a row share a power of two.
+    """
+
+    excluded: tuple[str, ...] = ()
+    """as in Fp8Config"""
+
+    def excludes(self, module: str) -> bool:
+        """As in Fp8Config."""
+        return _excludes(self.excluded, module)
 
 
-def read_quantization_config(config: Settings, of_autogptq: Settings | None = None) -> QuantizationConfig | None:
+QuantizationConfig: TypeAlias = Fp8Config | IntegerConfig | Mxfp4Config
+
+
+def read_quantization_config(
+    config: Settings, of_autogptq: Settings | None = None, *, stacked_experts: bool = False
+) -> QuantizationConfig | None:
     """The quantized matrices that config.json describes; None if the checkpoint is not quantized.
 
-    `of_autogptq`: the settings in quantize_config.json. They count only if config.json has none.
+    `of_autogptq`: the settings in quantize_config.json. They count only if config.json has none. `stacked_experts`:
+    whether the checkpoint has tensors with the matrices of all experts, which only have formats of their own.
 
     Raises ModelNotSupported for other formats and for settings that this engine would ignore.
     """
@@ -98,17 +117,24 @@ def read_quantization_config(config: Settings, of_autogptq: Settings | None = No
     if given is None:
         return None
     found: QuantizationConfig
-    match given.text("quant_method") or ("gptq" if given is of_autogptq else None):
+    method = given.text("quant_method") or ("gptq" if given is of_autogptq else None)
+    methods = _METHODS_OF_STACKED_EXPERTS if stacked_experts else _METHODS
+    if method not in methods:
+        where = " for this architecture" if stacked_experts else ""
+        raise given.unsupported(
+            f"quantization_config (method {method!r}) is not supported{where}; supported: {', '.join(methods)}"
+        )
+    match method:
+        case "mxfp4":
+            found = _mxfp4(given)
         case "fp8":
             found = _deepseek(given)
         case "gptq":
             found = _gptq(given)
         case "awq":
             found = _awq(given)
-        case "compressed-tensors":
+        case _:
             found = _compressed_tensors(given)
-        case method:
-            raise given.unsupported(f"quantization_config (method {method!r}) is not supported; supported: {_METHODS}")
     for key in _OF_NO_EFFECT:
         given.get(key)
     _refuse_rest(given, "quantization_config.")
@@ -119,6 +145,16 @@ def _deepseek(given: Settings) -> Fp8Config:
     _expect(given, "activation_scheme", "dynamic")
     _expect(given, "fmt", "e4m3")
     return Fp8Config(_is_block(given, "weight_block_size"), _names(given, "modules_to_not_convert", "ignored_layers"))
+
+
+def _mxfp4(given: Settings) -> Mxfp4Config:
+    given.flag("dequantize")  # whether transformers widened the weights when it loaded them
+    return Mxfp4Config(tuple(map(_without_stars, _names(given, "modules_to_not_convert"))))
+
+
+def _without_stars(name: str) -> str:
+    """A name as `_matches` reads it. GPT-OSS writes * for any text in a name."""
+    return f"re:{re.escape(name)}(\\.|$)".replace("\\*", ".*") if "*" in name else name
 
 
 def _gptq(given: Settings) -> IntegerConfig:

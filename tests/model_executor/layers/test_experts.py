@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.model_executor.layers.experts import ExpertWeights, choose_experts
+from tercet.model_executor.layers.experts import ExpertWeights, RouterWeights, choose_experts
 from tercet.model_executor.layers.kinds import TorchLayers
-from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 
 HIDDEN, INTER = 32, 24
 
@@ -18,14 +18,24 @@ HIDDEN, INTER = 32, 24
 def of_token(x, router, experts, config):
     """The definition, for one token: x [hidden] -> float64 [hidden]."""
     x = x.double()
-    p = (router.double() @ x).softmax(0)
+    logits = router.weight.double() @ x
+    p = (logits if router.bias is None else logits + router.bias).softmax(0)
     chosen = sorted(range(config.num_experts), key=lambda number: (-p[number].item(), number))
     chosen = sorted(chosen[: config.num_experts_per_token])
     total = sum(p[number] for number in chosen) if config.normalized else 1.0
     out = torch.zeros_like(x)
     for number in chosen:
-        gate, up = (experts[number].gate_up.double() @ x).chunk(2)
-        out += p[number] / total * (experts[number].down.double() @ (F.silu(gate) * up))
+        weights = experts[number]
+        products = weights.gate_up.double() @ x
+        gate, up = (products if weights.gate_up_bias is None else products + weights.gate_up_bias).chunk(2)
+        if config.gate is None:
+            inner = F.silu(gate) * up
+        else:
+            alpha, limit = config.gate
+            gate, up = gate.minimum(torch.tensor(limit)), up.clamp(-limit, limit)
+            inner = gate / (1 + (-alpha * gate).exp()) * (up + 1)
+        outputs = weights.down.double() @ inner
+        out += p[number] / total * (outputs if weights.down_bias is None else outputs + weights.down_bias)
     return out
 
 
@@ -35,8 +45,14 @@ def make(config, dtype, seed=0):
     def random(*shape):
         return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
-    router = random(config.num_experts, HIDDEN)
-    experts = [ExpertWeights(random(2 * INTER, HIDDEN), random(HIDDEN, INTER)) for _ in range(config.num_experts)]
+    def bias(size):
+        return random(4, size)[0] if config.has_biases else None
+
+    router = RouterWeights(random(config.num_experts, HIDDEN), bias(config.num_experts))
+    experts = [
+        ExpertWeights(random(2 * INTER, HIDDEN), random(HIDDEN, INTER), bias(2 * INTER), bias(HIDDEN))
+        for _ in range(config.num_experts)
+    ]
     return router, experts, random(300, HIDDEN) * 4
 
 
@@ -47,13 +63,19 @@ def make(config, dtype, seed=0):
     normalized=st.booleans(),
     num_tokens=st.integers(0, 12),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    gate=st.sampled_from([None, ClampedGate(1.702, 0.6), ClampedGate(0.5, 7.0)]),
+    has_biases=st.booleans(),
 )
-def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(num_experts, of_token_count, normalized, num_tokens, dtype):
+def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(
+    num_experts, of_token_count, normalized, num_tokens, dtype, gate, has_biases
+):
     config = ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_token=min(num_experts, of_token_count),
         intermediate_size=INTER,
         normalized=normalized,
+        gate=gate,
+        has_biases=has_biases,
     )
     router, experts, x = make(config, dtype, seed=num_experts)
     x = x[:num_tokens]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import runners
 import torch
+from mxfp4_models import save_mxfp4
 from runner_driver import RunnerDriver, relative_error
 from tiny_models import CONFIGS, make_model, reference_logits, save
-from transformers_parity import assert_logits_equal
+from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
 from tercet.srt.model_files.load_config import load_model_config
 
@@ -23,7 +24,8 @@ def test_logits_equal_transformers_for_chunks_and_decodes(name, tmp_path):
     model = make_model(name)
     # Mistral in many small shards, the others in one file
     options = {"max_shard_size": "60KB"} if name.startswith("mistral") else {}
-    driver = RunnerDriver(make_runner(save(model, tmp_path, **options)))
+    backend = "torch" if name.startswith("gpt_oss") else "auto"
+    driver = RunnerDriver(make_runner(save(model, tmp_path, **options), attention_backend=backend))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == bool(options)
     ids = np.random.default_rng(1).integers(0, 131, 50)
     assert_logits_equal(driver, model, ids)
@@ -58,6 +60,14 @@ def test_a_batch_of_all_kinds_changes_no_row(name, tmp_path):
         for index, row in enumerate(order):
             done[row] += 1
             check(row, index)
+
+
+def test_experts_of_4_bits(tmp_path):
+    model = save_mxfp4(tmp_path)
+    driver = RunnerDriver(make_runner(tmp_path, attention_backend="torch"))
+    ids = np.random.default_rng(1).integers(0, 131, 50)
+    assert_logits_equal(driver, model, ids)
+    assert_greedy_tokens_equal(driver, model, ids[:9])
 
 
 def test_a_chunk_that_samples_nobody_returns_nothing(tmp_path):

@@ -77,6 +77,13 @@ def gemma_ropes(draw, of_global_layers):
 
 
 OF_FAMILY = {
+    "gpt_oss": st.builds(
+        dict.__or__,
+        some(
+            attention_bias=[False, True], swiglu_limit=[0.5, 7.0], swiglu_alpha=[1.0, 1.702], num_experts_per_tok=[1, 3]
+        ),
+        fixed(sliding_window=[3, 7], num_local_experts=[5, 8]),
+    ),
     "llama": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "mistral": some(sliding_window=[None, 3, 7]),
     "mixtral": some(sliding_window=[None, 3, 7], num_local_experts=[2, 3, 9], num_experts_per_tok=[1]),
@@ -164,9 +171,10 @@ def test_logits_equal_transformers(folder, config):
     model = initialised(AutoConfig.from_pretrained(folder), seed=0)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))  # transformers has written the defaults, too
-    runner = runners.make_runner(
-        load_model_config(folder), dtype="float32", max_total_tokens=400, max_running_requests=2
-    )
+    options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 2}
+    if config["model_type"] == "gpt_oss":
+        options["attention_backend"] = "torch"
+    runner = runners.make_runner(load_model_config(folder), **options)
     ids = np.random.default_rng(1).integers(0, 67, NUM_TOKENS)
     expected = reference_logits(model, ids.tolist())
     for position, logits in RunnerDriver(runner).logits_along(1, ids, [NUM_TOKENS - 3]).items():

@@ -124,14 +124,24 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
     return lambda name: load_model_config(save(make_model(name), tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse"])
+@pytest.mark.parametrize("name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse", "gpt_oss_full"])
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
     compare(stored(name), 2)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["llama_biases", "qwen3", "mistral_window", "phi3", "qwen3_moe", "mixtral", "smollm3_window", "gemma3_scaled"],
+    [
+        "llama_biases",
+        "qwen3",
+        "mistral_window",
+        "phi3",
+        "qwen3_moe",
+        "mixtral",
+        "smollm3_window",
+        "gemma3_scaled",
+        "gpt_oss",
+    ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:
     model = make_model(name)

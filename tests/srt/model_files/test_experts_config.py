@@ -10,7 +10,7 @@ from gguf_models import write_gguf
 from tiny_models import CONFIGS, make_model
 from transformers import AutoConfig
 
-from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 from tercet.srt.model_files.load_config import load_model_config
 
 QWEN_MOE = {
@@ -45,6 +45,22 @@ EXPERTS = {
     "qwen3_moe_all": ExpertsConfig(num_experts=8, num_experts_per_token=4, intermediate_size=32, normalized=True),
     "mixtral": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=96, normalized=True),
     "mixtral_window": ExpertsConfig(num_experts=3, num_experts_per_token=1, intermediate_size=96, normalized=True),
+    "gpt_oss": ExpertsConfig(
+        num_experts=5,
+        num_experts_per_token=2,
+        intermediate_size=96,
+        normalized=True,
+        gate=ClampedGate(1.702, 1.5),
+        has_biases=True,
+    ),
+    "gpt_oss_full": ExpertsConfig(
+        num_experts=4,
+        num_experts_per_token=4,
+        intermediate_size=96,
+        normalized=True,
+        gate=ClampedGate(1.702, 7.0),
+        has_biases=True,
+    ),
 }
 
 
@@ -57,7 +73,7 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.feed_forward_widths == widths.get(name, (96,))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_defaults_of_experts_are_those_of_transformers(model_type, load):
     bare = {key: value for key, value in QWEN_MOE.items() if key != "architectures"} | {"model_type": model_type}
     config, theirs = load(bare), AutoConfig.for_model(**bare)
@@ -65,7 +81,9 @@ def test_defaults_of_experts_are_those_of_transformers(model_type, load):
         num_experts=theirs.num_experts,
         num_experts_per_token=theirs.num_experts_per_tok,
         intermediate_size=theirs.moe_intermediate_size if model_type == "qwen3_moe" else theirs.intermediate_size,
-        normalized=model_type == "mixtral",
+        normalized=model_type != "qwen3_moe",
+        gate=ClampedGate(theirs.swiglu_alpha, theirs.swiglu_limit) if model_type == "gpt_oss" else None,
+        has_biases=model_type == "gpt_oss",
     )
     assert config.rope.theta == theirs.rope_parameters["rope_theta"] and config.rms_norm_eps == theirs.rms_norm_eps
 

@@ -81,7 +81,26 @@ QWEN_MOE = QWEN | {
     "mlp_only_layers": [0],
 }
 MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
-CONFIGS = [LLAMA, QWEN, PHI, QWEN_MOE, MIXTRAL, *(LLAMA | {"rope_scaling": scaling} for scaling in ROPE.values())]
+GPT_OSS = LLAMA | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "attention_bias": True,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+}
+CONFIGS = [
+    LLAMA,
+    QWEN,
+    PHI,
+    QWEN_MOE,
+    MIXTRAL,
+    GPT_OSS,
+    *(LLAMA | {"rope_scaling": scaling} for scaling in ROPE.values()),
+]
 GENERATION = {
     "temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "repetition_penalty": 1.1, "eos_token_id": [2],
 }  # fmt: skip

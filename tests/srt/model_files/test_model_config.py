@@ -85,6 +85,7 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.qkv_bias == (source.model_type == "qwen2" or getattr(source, "attention_bias", False))
     assert config.o_bias == getattr(source, "attention_bias", False)
     some = {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5), "smollm3_window": (5, None, 5)}
+    some["gpt_oss"] = (6, None, 6)
     seven = (7, 7, 7)
     expected = {"mistral_window": seven, "mixtral_window": seven, "phi3": (6, 6, 6)} | some
     assert config.sliding_windows == expected.get(name, (None,) * config.num_layers)

@@ -1,0 +1,160 @@
+"""Experts of 4 bits: the numbers that transformers reads, whole and in part, and as integers of 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mxfp4_models import QUANTIZATION, draw_blocks, mxfp4_config, save_mxfp4
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, save
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tercet.model_executor.weights import mxfp4
+from tercet.model_executor.weights.loader import load_parameters, stored_forms, stored_matrix_dtype
+from tercet.model_executor.weights.stacked_checkpoint import StackedCheckpoint
+from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.quantization_config import Mxfp4Config
+
+CPU = torch.device("cpu")
+CONFIG = Mxfp4Config()
+EXPERT = "model.layers.1.mlp.experts.3"
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 99), first=st.integers(0, 230), count=st.integers(1, 20))
+def test_numbers_are_those_of_transformers(seed: int, first: int, count: int) -> None:
+    """Also as bfloat16, in which all of them are exact."""
+    blocks, scales = draw_blocks((3, 8, 96), seed, range(first, first + count))
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    for expert in range(3):
+        found = mxfp4.widen(blocks[expert], scales[expert])
+        assert torch.equal(found, expected[expert])
+        if first > 2:  # below that bfloat16 has fewer digits
+            assert torch.equal(found.bfloat16().float(), found)
+        if mxfp4.fits_int8(blocks[expert], scales[expert]):
+            assert torch.equal(mxfp4.quantized_form(blocks[expert], scales[expert]).dequantize(), found)
+        else:
+            assert first < 104 or first + count > 144
+
+
+def test_the_lower_bits_are_the_first_number() -> None:
+    blocks = torch.zeros(1, 1, 16, dtype=torch.uint8)
+    blocks[0, 0, 0] = 0xA7  # -1 after 6
+    scales = torch.tensor([[128]], dtype=torch.uint8)
+    assert mxfp4.widen(blocks, scales)[0, :3].tolist() == [12, -2, 0]
+    assert mxfp4.widen(blocks, torch.tensor([[255]], dtype=torch.uint8)).isnan().all()
+
+
+@pytest.mark.parametrize(("scale", "fits"), [(103, False), (104, True), (143, True), (144, False)])
+def test_powers_of_two_that_float16_has(scale: int, fits: bool) -> None:
+    blocks, scales = draw_blocks((1, 4, 64), 0)
+    scales[0, 2, 1] = scale
+    assert mxfp4.fits_int8(blocks[0], scales[0]) == fits
+    weight = mxfp4.quantized_form(blocks[0], scales[0])
+    assert torch.equal(weight.dequantize(), mxfp4.widen(blocks[0], scales[0])) == fits
+    blocks[0, 2, 1] = 0x80  # zeros of both signs
+    assert mxfp4.fits_int8(blocks[0], scales[0])
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "plain"])
+def test_each_expert_has_its_part_of_a_tensor(kind: str, tmp_path: Path) -> None:
+    model = save_mxfp4(tmp_path)
+    if kind == "plain":
+        save(model, tmp_path)
+    checkpoint = StackedCheckpoint(str(tmp_path), CONFIG if kind == "mxfp4" else None)
+    experts = model.model.layers[1].mlp.experts
+    gate_up, gate_up_bias = experts.gate_up_proj[3].t(), experts.gate_up_proj_bias[3]
+    expected = {
+        "gate_proj.weight": gate_up[::2], "up_proj.weight": gate_up[1::2], "down_proj.weight": experts.down_proj[3].t(),
+        "gate_proj.bias": gate_up_bias[::2], "up_proj.bias": gate_up_bias[1::2],
+        "down_proj.bias": experts.down_proj_bias[3],
+    }  # fmt: skip
+    for name, tensor in expected.items():
+        of_expert = f"{EXPERT}.{name}"
+        assert checkpoint.shape(of_expert) == tensor.shape
+        is_packed = kind == "mxfp4" and name.endswith(".weight")
+        assert checkpoint.dtype(of_expert) == (None if is_packed else torch.float32)
+        assert torch.equal(checkpoint.tensor(of_expert), tensor)
+        region = tuple(slice(3, 40) for _ in tensor.shape)
+        assert torch.equal(checkpoint.tensor(of_expert, region), tensor[region])
+        assert checkpoint.has_form(of_expert, "int8") == is_packed and not checkpoint.has_form(of_expert, "int4")
+        if is_packed:
+            region = slice(3, 40), slice(32, 64)
+            weight = checkpoint.quantized(of_expert, "int8", region)
+            assert weight is not None and torch.equal(weight.dequantize(), tensor[region])
+        else:
+            assert checkpoint.quantized(of_expert, "int8") is None
+    router = "model.layers.1.mlp.router.weight"
+    assert torch.equal(checkpoint.tensor(router), model.model.layers[1].mlp.router.weight)
+    assert checkpoint.dtype(router) == torch.float32 and not checkpoint.has_form(router, "int8")
+
+
+def test_forms_of_a_checkpoint(tmp_path: Path) -> None:
+    """Parameters in the stored form have the numbers of the widened ones. Random weights have the same forms."""
+    config = mxfp4_config(tmp_path)
+    assert config.quantization is not None and stored_matrix_dtype(config) is None
+    forms = stored_forms(config, torch.bfloat16)
+    assert set(forms.values()) == {"int8"} and len(forms) == 3 * 5 * 2
+    kept, widened = (load_parameters(config, torch.float32, CPU, forms=x) for x in (forms, {}))
+    for name in forms:
+        assert torch.equal(kept[name].dequantize(), widened[name])
+    assert stored_forms(load_model_config(tmp_path, "dummy"), torch.bfloat16) == forms
+
+
+def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+DOWN = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{DOWN}_scales": None}, "down_proj_blocks' needs .*_scales', which is missing"),
+        ({f"{DOWN}_blocks": None}, "down_proj_scales' has scales, but .*_blocks' is missing"),
+        ({f"{DOWN}_blocks": torch.zeros(5, 64, 3, 15, dtype=torch.uint8)}, r"its scales imply \(5, 64, 3, 16\)"),
+        ({f"{DOWN}_blocks": torch.zeros(5, 64, 3, 16)}, "must have bytes and 4 dimensions.*torch.float32"),
+        ({f"{DOWN}_bias": torch.zeros(5)}, "must have floating-point numbers and 2 dimensions"),
+        ({DOWN: torch.zeros(5, 96, 64)}, "down_proj' is in the checkpoint twice"),
+        ({f"{DOWN}_bias": None}, r"tensors missing: model\.layers\.1\.mlp\.experts\.0\.down_proj\.bias"),
+        ({f"{DOWN}_bias": torch.zeros(4, 64)}, r"missing: model\.layers\.1\.mlp\.experts\.4\.down_proj\.bias"),
+        ({f"{DOWN}_bias": torch.zeros(5, 63)}, r"0\.down_proj\.bias' has shape \(63,\), the config implies \(64,\)"),
+        ({"model.layers.1.mlp.other": torch.zeros(2, dtype=torch.uint8)}, "unexpected: model.layers.1.mlp.other"),
+    ],
+)
+def test_tensors_that_are_refused(changes: dict[str, torch.Tensor | None], message: str, tmp_path: Path) -> None:
+    config = mxfp4_config(tmp_path)
+    change(tmp_path, changes)
+    with pytest.raises(ValueError, match=message):
+        dict(load_parameters(config, torch.float32, CPU))
+
+
+def test_a_config_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path, quantization_config=None)
+    with pytest.raises(ValueError, match=r"is uint8, but config.json has no quantization_config for it"):
+        load_parameters(load_model_config(tmp_path), torch.float32, CPU)
+    for excluded in ("model.layers.*.mlp", "model.layers.1.mlp.experts"):
+        save_mxfp4(tmp_path, quantization_config=QUANTIZATION | {"modules_to_not_convert": [excluded]})
+        with pytest.raises(ValueError, match="has numbers of 4 bits, but quantization_config excludes it"):
+            load_parameters(load_model_config(tmp_path), torch.float32, CPU)
+
+
+def test_other_methods_and_other_architectures_are_refused(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError, match=r"method 'fp8'.* is not supported for this architecture; supported: mxfp4"):
+        load_model_config(tmp_path)
+    save_mxfp4(tmp_path, quantization_config=QUANTIZATION | {"bits": 8})
+    with pytest.raises(ValueError, match=r"'bits': 8.* is not supported"):
+        load_model_config(tmp_path)
+    model = make_model("mixtral")
+    model.config.quantization_config = QUANTIZATION
+    model.config.architectures = ["MixtralForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"method 'mxfp4'.* is not supported; supported: fp8"):
+        load_model_config(tmp_path)
