@@ -175,6 +175,46 @@ class ExpertWeight {
 template <typename Out>
 struct StoreExpertSiluMul : StoreGated<Out, Silu> {};
 
+/// Stores gate * sigmoid(alpha * gate) * (up + 1) of an expert's rows in out [rows, n]. Before it, gate is lowered to the
+/// limit, and up is moved into [-limit, limit].
+template <typename Out>
+struct StoreExpertClampedGate {
+  Out* out;
+  int64_t n;
+  float alpha, limit;
+
+  [[gnu::always_inline]] void operator()(int64_t row, int64_t panel, Vec gate, Vec up) const {
+    const int64_t column = panel * kLanes;
+    gate = at::vec::clamp_max(gate, Vec(limit));
+    up = at::vec::clamp(up, Vec(-limit), Vec(limit)) + Vec(1.f);
+    const Vec gated = gate / (Vec(1.f) + exp_for<Out>(Vec(-alpha) * gate));
+    store_pair(out + row * n + column, {gated * up, Vec(0.f)}, std::min(kLanes, n - column));
+  }
+  void prefetch(int64_t row, int64_t panel) const { prefetch_to_write(out + row * n + panel * kLanes); }
+};
+
+/// The activations of gate and up: what stores them.
+struct SiluMul {
+  template <typename Out>
+  using Store = StoreExpertSiluMul<Out>;
+
+  template <typename Out>
+  Store<Out> store(Out* out, int64_t n) const {
+    return {{out, n}};
+  }
+};
+struct ClampedGate {
+  template <typename Out>
+  using Store = StoreExpertClampedGate<Out>;
+
+  float alpha, limit;
+
+  template <typename Out>
+  Store<Out> store(Out* out, int64_t n) const {
+    return {out, n, alpha, limit};
+  }
+};
+
 /// Adds the weighted sums of an expert's rows to those of their tokens.
 struct AddToTokens {
   /// [panels, num_tokens, kPanel]
@@ -221,14 +261,15 @@ const std::vector<ActiveExpert>& active_experts(const Routing& routing, const We
   return active;
 }
 
-/// Computes silu(gate) * up of every pair: x of the tokens -> out [pairs, n]. Threads claim runs of panels of one expert,
+/// Computes the activation of every pair: x of the tokens -> out [pairs, n]. Threads claim runs of panels of one expert,
 /// for one block of its rows at a time.
-template <typename Rows, typename Out, typename Next>
-void experts_silu_mul(
+template <typename Rows, typename Activation, typename Out, typename Next>
+void activate_experts(
     const Rows& x,
     const Routing& routing,
-    const std::vector<ExpertWeight<Rows, StoreExpertSiluMul<Out>>>& weights,
+    const std::vector<ExpertWeight<Rows, typename Activation::template Store<Out>>>& weights,
     const std::vector<Next>& next_weights,
+    const Activation& activation,
     int64_t n,
     Out* out) {
   constexpr int64_t kItemsOfThread = 8;
@@ -257,7 +298,7 @@ void experts_silu_mul(
       next = weights[other.expert].panel(first_panel((next_item - other.first_item) / other.blocks));
     }
     const auto& weight = weights[one.expert];
-    const StoreExpertSiluMul<Out> store{{out + pair * n, n}};
+    const auto store = activation.store(out + pair * n, n);
     weight.multiply(
         selected_rows(x, weight.k(), routing.tokens + pair, count), count,
         Run{first_panel(run), first_panel(run + 1), next}, store);

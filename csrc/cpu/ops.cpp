@@ -59,12 +59,12 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "quantized_gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, str activation=\"silu\") -> Tensor",
       &quantized_gated_linear_op);
   m.def(
-      "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, int n, int per_token, bool normalized) "
-      "-> Tensor",
+      "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
+      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit) -> Tensor",
       &experts_op);
   m.def(
-      "quantized_experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, int n, int per_token, "
-      "bool normalized, int bits) -> Tensor",
+      "quantized_experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
+      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, int bits) -> Tensor",
       &quantized_experts_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
   m.def(

@@ -10,11 +10,15 @@ from ...srt.model_files.model_config import Activation
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation | ClampedGate) -> torch.Tensor:
-    """Compute activation(first half) * second half: [T, 2 * n] -> [T, n]. ClampedGate: what it describes instead."""
+    """Compute activation(first half) * second half: [T, 2 * n] -> [T, n].
+
+    With a ClampedGate, what it describes. This overwrites gate_up.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     if isinstance(activation, ClampedGate):
         alpha, limit = activation
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * (alpha * gate).sigmoid() * (up + 1)
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit).add_(1)
+        return (alpha * gate).sigmoid_().mul_(gate).mul_(up)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)

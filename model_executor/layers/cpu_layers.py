@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...srt.errors import ModelNotSupported
 from ...srt.machine.huge_pages import zeroed
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
@@ -97,21 +96,26 @@ class CpuExperts:
     ) -> None:
         """`router`: gives logits in float32. `compact`: see `panels_of`. `rounds_to_integers`: weights of 8 or 4 bits
         multiply rows of integers."""
-        if config.has_biases or config.gate is not None:
-            raise ModelNotSupported("the attention backend cpu does not support experts with biases and clamped gates")
         self._router = router
         self._bits: int | None = None
         self.gate_ups: list[torch.Tensor] = []
         self.downs: list[torch.Tensor] = []
+        self._gate_up_biases: list[torch.Tensor] = []
+        self._down_biases: list[torch.Tensor] = []
         for weights in experts:
             if rounds_to_integers:
                 self._bits = weights.down.bits
             self.gate_ups.append(pack_gated(weights.gate_up, compact=compact))
             self.downs.append(pack(weights.down, compact=compact))
-        self._options = config.intermediate_size, config.num_experts_per_token, config.normalized
+            if weights.gate_up_bias is not None and weights.down_bias is not None:
+                self._gate_up_biases.append(pack_bias(interleave(weights.gate_up_bias)))
+                self._down_biases.append(pack_bias(weights.down_bias))
+        gate = (None, None) if config.gate is None else config.gate
+        self._options = config.intermediate_size, config.num_experts_per_token, config.normalized, *gate
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        arguments = x, self._router(x), self.gate_ups, self.downs, *self._options
+        weights = self.gate_ups, self.downs, self._gate_up_biases, self._down_biases
+        arguments = x, self._router(x), *weights, *self._options
         return _ops.experts(*arguments) if self._bits is None else _ops.quantized_experts(*arguments, self._bits)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,14 @@ def padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     """Pad dimension `dim` with zeros to a multiple of `multiple`. Returns x itself if no padding is needed."""
     missing = -x.shape[dim] % multiple
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+
+
+@overload
+def pack_bias(bias: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def pack_bias(bias: None) -> None: ...
 
 
 def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
