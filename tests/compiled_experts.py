@@ -12,12 +12,16 @@ from triton_aot import SHARED_OF_ALL, Launch, Resources, recorded
 
 from tercet.model_executor.kernels import expert_choice, experts
 from tercet.model_executor.kernels.tuning import programs_that_fit
+from tercet.srt.model_files.experts_config import ClampedGate
 
 MODELS = {
     "qwen3-30b": (2048, 768, 128, 8, True),
     "mixtral-8x7b": (4096, 14336, 8, 2, True),
+    "gpt-oss-20b": (2880, 2880, 32, 4, True),
 }
 """Width of the hidden state, width of an expert, experts, experts of a token, and whether weights are normalised."""
+GATES = {"gpt-oss-20b": ClampedGate(1.702, 7.0)}
+"""Of the models whose experts have biases"""
 TOKENS = {"few": 4, "some": 100, "many": 4096}
 """Numbers of tokens that have other kernels: one program chooses, more do, and tiles are higher."""
 
@@ -26,18 +30,23 @@ def expert_launches(model: str, tokens: str, arch: str, dtype: torch.dtype = tor
     """The launches of one layer."""
     hidden, inter, num_experts, top_k, normalized = MODELS[model]
     weights = [meta(2 * inter, hidden, dtype=dtype)] * num_experts, [meta(hidden, inter, dtype=dtype)] * num_experts
+    gate, biases, router_bias = GATES.get(model), (), None
+    if gate is not None:
+        router_bias = meta(num_experts, dtype=dtype)
+        biases = [meta(2 * inter, dtype=dtype)] * num_experts, [meta(hidden, dtype=dtype)] * num_experts
     of_target = {"arch_of": lambda device: arch}
     with patch.multiple(expert_choice, **of_target), patch.multiple(experts, **of_target), recorded() as launches:
         experts.experts_forward(
             meta(TOKENS[tokens], hidden, dtype=dtype), meta(num_experts, hidden, dtype=dtype),
-            experts.expert_weight_tables(*weights), top_k, normalized=normalized,
+            experts.expert_weight_tables(*weights, *biases), top_k, normalized=normalized, router_bias=router_bias,
+            gate=gate,
         )  # fmt: skip
     return launches
 
 
 CASES: dict[str, Callable[[], list[Launch]]] = {
     f"experts-{model}, {tokens}": partial(expert_launches, model, tokens, "sm_90")
-    for model, tokens in (("qwen3-30b", "few"), ("qwen3-30b", "many"))
+    for model, tokens in (("qwen3-30b", "few"), ("qwen3-30b", "many"), ("gpt-oss-20b", "many"))
 }
 """What each Triton compiles for sm_90."""
 

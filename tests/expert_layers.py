@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from tercet.model_executor.kernels.experts import expert_weight_tables, experts_forward, experts_forward_ref
+from tercet.srt.model_files.experts_config import ClampedGate
+
+GATE = ClampedGate(alpha=1.702, limit=1.5)
+"""Its limit is reached often."""
 
 
 @dataclass
@@ -18,16 +22,22 @@ class ExpertLayer:
     down: list[torch.Tensor]
     top_k: int
     normalized: bool
+    router_bias: torch.Tensor | None = None
+    gate_up_bias: list[torch.Tensor] = field(default_factory=list)
+    down_bias: list[torch.Tensor] = field(default_factory=list)
+    gate: ClampedGate | None = None
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        tables = expert_weight_tables(self.gate_up, self.down)
-        return experts_forward(x, self.router, tables, self.top_k, normalized=self.normalized)
+        tables = expert_weight_tables(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        options = {"normalized": self.normalized, "router_bias": self.router_bias, "gate": self.gate}
+        return experts_forward(x, self.router, tables, self.top_k, **options)
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         """In float64."""
         return experts_forward_ref(
-            x.double(), self.router.double(), self.gate_up, self.down, self.top_k, normalized=self.normalized
-        )
+            x.double(), self.router.double(), self.gate_up, self.down, self.top_k, normalized=self.normalized,
+            router_bias=self.router_bias, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, gate=self.gate,
+        )  # fmt: skip
 
     def error(self, x: torch.Tensor) -> float:
         """Relative to the largest number."""
@@ -44,8 +54,11 @@ def draw_layer(
     dtype: torch.dtype,
     *,
     normalized: bool = True,
+    biased: bool = False,
+    gate: ClampedGate | None = None,
     device: str = "cpu",
 ) -> ExpertLayer:
+    """`biased`: whether the router and the experts have biases."""
     g = torch.Generator().manual_seed(seed)
 
     def weights(*shape: int) -> list[torch.Tensor]:
@@ -53,7 +66,13 @@ def draw_layer(
 
     router = torch.randint(-1, 2, (num_experts, hidden), generator=g)
     router[:, 12:] = 0  # few terms: no probability is too small to be told from zero
-    return ExpertLayer(router.to(device, dtype), weights(2 * inter, hidden), weights(hidden, inter), top_k, normalized)
+    layer = ExpertLayer(router.to(device, dtype), weights(2 * inter, hidden), weights(hidden, inter), top_k, normalized)
+    layer.gate = gate
+    if biased:
+        layer.router_bias = torch.randint(-2, 3, (num_experts,), generator=g).to(device, dtype)
+        layer.gate_up_bias = list(torch.randn(num_experts, 2 * inter, generator=g).to(device, dtype))
+        layer.down_bias = list(torch.randn(num_experts, hidden, generator=g).to(device, dtype))
+    return layer
 
 
 def draw_rows(seed: int, num_rows: int, hidden: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 `choose_experts` takes three launches, or two for up to ROWS tokens:
 
-- The logits of the router, x @ router.T in float32.
+- The logits of the router, x @ router.T + bias in float32.
 - The choice. A program has ROWS tokens. It marks the most probable experts in a table of tokens by experts. The marks
   before a token in its column are its rank among the program's tokens of that expert. Those before an expert in its row
   are the number of the pair within the token. So a token's pairs are in ascending order of experts.
@@ -68,8 +68,8 @@ class ExpertPairs(NamedTuple):
 @bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _router_kernel(
-    x_ptr, weight_ptr, out_ptr, stride_x, num_rows, EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, num_rows, EXPERTS: tl.constexpr, K: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,6 +85,8 @@ def _router_kernel(
         x = tl.load(rows + k[None, :], mask=row_mask, other=0.0)
         weight = tl.load(weights + k[None, :], mask=weight_mask, other=0.0)
         total = dot(x, tl.trans(weight), total, WIDEN)
+    if BIASED:
+        total += tl.load(bias_ptr + expert, mask=in_experts, other=0.0).to(tl.float32)[None, :]
     place = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     tl.store(out_ptr + place, total, mask=in_rows[:, None] & in_experts[None, :])
 
@@ -183,9 +185,15 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 
 
 def choose_experts(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, *, normalized: bool, tile_rows: int
+    x: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    *,
+    normalized: bool,
+    tile_rows: int,
+    bias: torch.Tensor | None = None,
 ) -> ExpertPairs:
-    """Choose the `top_k` experts of each token with the largest softmax of x @ router.T in float32.
+    """Choose the `top_k` experts of each token with the largest softmax of x @ router.T + bias in float32.
 
     Of equal ones, the smaller number is chosen. A row has the same bits in every batch. The weights of a row with a NaN
     are NaN.
@@ -195,10 +203,11 @@ def choose_experts(
         router: [experts, hidden], contiguous, of x's dtype
         normalized: whether the weights of a token are divided by their sum
         tile_rows: most pairs of a tile
+        bias: [experts] of x's dtype; None: there is none
     """
     (num_rows, width), (num_experts, num_in) = x.shape, router.shape
     assert num_rows and width == num_in and has_dense_rows(x) and router.is_contiguous() and router.dtype == x.dtype
-    assert 0 < top_k <= num_experts
+    assert 0 < top_k <= num_experts and (bias is None or (bias.shape == (num_experts,) and bias.dtype == x.dtype))
     interpreted = arch_of(x.device) == INTERPRETER
     rows = _INTERPRETED_ROWS if interpreted else _ROWS
     assert tile_rows >= rows
@@ -211,8 +220,8 @@ def choose_experts(
     logits = new(num_rows, num_experts, dtype=torch.float32)
     tile = _INTERPRETED_TILE if interpreted else _ROUTER_TILES[x.itemsize]
     _router_kernel[(cdiv(num_rows, tile.block_m), cdiv(num_experts, tile.block_n))](
-        x, router, logits, x.stride(0), num_rows, EXPERTS=num_experts, K=width, BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        x, router, router if bias is None else bias, logits, x.stride(0), num_rows, EXPERTS=num_experts, K=width,
+        BIASED=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         WIDEN=is_interpreted(_router_kernel) and x.dtype == torch.bfloat16, num_warps=4, num_stages=tile.num_stages,
     )  # fmt: skip
     most = most_tiles(num_pairs, num_experts, tile_rows)
@@ -236,11 +245,19 @@ def choose_experts(
 
 
 def choose_experts_ref(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, *, normalized: bool, tile_rows: int
+    x: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    *,
+    normalized: bool,
+    tile_rows: int,
+    bias: torch.Tensor | None = None,
 ) -> ExpertPairs:
     """`choose_experts` in plain torch. The tiles are those that exist."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ router.to(wide).T
+    if bias is not None:
+        logits = logits + bias
     # Not by probabilities: torch may round those of equal logits differently.
     experts = logits.nan_to_num(0).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
     weights = logits.softmax(-1).gather(1, experts)

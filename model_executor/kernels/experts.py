@@ -2,6 +2,8 @@
 
     out = sum over the chosen experts of weight * down(silu(gate x) * up x)
 
+In GPT-OSS, each product has a bias, and the activation is that of ClampedGate.
+
 `choose_experts` groups the (token, expert) pairs by expert, in tiles. A program of a product has the outputs of a tile
 for some columns of the expert's weight. Weights are tensors of their own: a table on the device has their addresses.
 So a model is loaded and updated in place as any other, and no weight is stacked.
@@ -26,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...srt.model_files.experts_config import ClampedGate
 from .bound import bound
 from .expert_choice import ExpertPairs, choose_experts, choose_experts_ref
 from .primitives import dot, has_dense_rows, is_interpreted
@@ -64,13 +67,18 @@ class ExpertWeightTables(NamedTuple):
     hidden: int
     inter: int
     dtype: torch.dtype
+    gate_up_bias: torch.Tensor | None = None
+    """int64 [experts], addresses of biases [2 * inter]; None: there are none"""
+    down_bias: torch.Tensor | None = None
+    """int64 [experts], addresses of biases [hidden]; None: there are none"""
 
 
 @bound
 @triton.jit
 def _expert_product_kernel(
-    x_ptr, table_ptr, order_ptr, tiles_ptr, num_tiles_ptr, out_ptr, stride_x, N: tl.constexpr, K: tl.constexpr,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, table_ptr, biases_ptr, order_ptr, tiles_ptr, num_tiles_ptr, out_ptr, stride_x, N: tl.constexpr,
+    K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ALIGNMENT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     # Programs of the same tile run together, so they share its rows in the cache.
@@ -90,6 +98,13 @@ def _expert_product_kernel(
     weights = tl.multiple_of(address, ALIGNMENT) + column.to(tl.int64)[:, None] * K
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if BIASED:  # before the loop, which has no register left for its address
+        biases = tl.load(biases_ptr + tl.load(record)).to(tl.pointer_type(x_ptr.dtype.element_ty)) + column
+        bias = tl.load(biases, mask=in_columns, other=0.0).to(tl.float32)
+        total = tl.broadcast_to(bias[None, :], [BLOCK_M, BLOCK_N])
+        if GATED:
+            bias = tl.load(biases + N, mask=in_columns, other=0.0).to(tl.float32)
+            total_up = tl.broadcast_to(bias[None, :], [BLOCK_M, BLOCK_N])
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         row_mask, weight_mask = in_rows[:, None], in_columns[:, None]
@@ -102,7 +117,12 @@ def _expert_product_kernel(
             up = tl.load(weights + N * K + k[None, :], mask=weight_mask, other=0.0)
             total_up = dot(x, tl.trans(up), total_up, WIDEN)
     if GATED:
-        total = total / (1.0 + tl.exp(-total)) * total_up
+        if CLAMPED:  # by comparisons, because a NaN stays one
+            total = tl.where(total > LIMIT, LIMIT, total)
+            total_up = tl.where(total_up > LIMIT, LIMIT, tl.where(total_up < -LIMIT, -LIMIT, total_up))
+            total = total / (1.0 + tl.exp(-ALPHA * total)) * (total_up + 1.0)
+        else:
+            total = total / (1.0 + tl.exp(-total)) * total_up
     out = out_ptr + pair.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
@@ -120,14 +140,23 @@ def _expert_sum_kernel(x_ptr, weights_ptr, out_ptr, WIDTH: tl.constexpr, TOP_K: 
     tl.store(out_ptr + row * WIDTH + i, total.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
 
 
-def expert_weight_tables(gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> ExpertWeightTables:
+def expert_weight_tables(
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    gate_up_bias: Sequence[torch.Tensor] = (),
+    down_bias: Sequence[torch.Tensor] = (),
+) -> ExpertWeightTables:
     """The tables of the addresses of weights. The caller keeps the tensors, and writes new weights in their place.
 
-    gate_up: of each expert, [2 * inter, hidden]. down: [hidden, inter]. All contiguous, of one type and device.
+    gate_up: of each expert, [2 * inter, hidden]. down: [hidden, inter]. gate_up_bias: [2 * inter]. down_bias: [hidden].
+    Either all experts have biases or none. All contiguous, of one type and device.
     """
     (double, hidden), like = gate_up[0].shape, gate_up[0]
     assert len(gate_up) == len(down) and double % 2 == 0
-    for weights, shape in ((gate_up, (double, hidden)), (down, (hidden, double // 2))):
+    assert len(gate_up_bias) == len(down_bias) and len(down_bias) in (0, len(down))
+    for weights, shape in (
+        (gate_up, (double, hidden)), (down, (hidden, double // 2)), (gate_up_bias, (double,)), (down_bias, (hidden,)),
+    ):  # fmt: skip
         for weight in weights:
             assert weight.shape == shape and weight.dtype == like.dtype and weight.device == like.device
             # A device allocates each weight. Weights of a CPU may begin anywhere in a file, and are only interpreted.
@@ -136,7 +165,8 @@ def expert_weight_tables(gate_up: Sequence[torch.Tensor], down: Sequence[torch.T
     def table(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([weight.data_ptr() for weight in weights], dtype=torch.int64, device=like.device)
 
-    return ExpertWeightTables(table(gate_up), table(down), hidden, double // 2, like.dtype)
+    biases = (table(gate_up_bias), table(down_bias)) if down_bias else (None, None)
+    return ExpertWeightTables(table(gate_up), table(down), hidden, double // 2, like.dtype, *biases)
 
 
 def high_tile_from(dtype: torch.dtype, num_experts: int, top_k: int, device: torch.device) -> int:
@@ -146,14 +176,22 @@ def high_tile_from(dtype: torch.dtype, num_experts: int, top_k: int, device: tor
 
 
 def experts_forward(
-    x: torch.Tensor, router: torch.Tensor, weights: ExpertWeightTables, top_k: int, *, normalized: bool
+    x: torch.Tensor,
+    router: torch.Tensor,
+    weights: ExpertWeightTables,
+    top_k: int,
+    *,
+    normalized: bool,
+    router_bias: torch.Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """Choose the experts of each token, and add up what they compute: [T, hidden] -> [T, hidden].
 
     The sum over a token's experts is in float32, in ascending order of experts, and is rounded once. What an expert
     computes is rounded to x's type, as the output of any linear layer.
 
-    x: [T, hidden], last dimension contiguous. router: [experts, hidden], contiguous. Both of the weights' type.
+    x: [T, hidden], last dimension contiguous. router: [experts, hidden], contiguous. router_bias: [experts]. All of the
+    weights' type. gate: the activation; None: silu(gate) * up.
     """
     num_rows, num_experts = len(x), len(router)
     assert x.shape[1] == weights.hidden and x.dtype == weights.dtype and num_experts == len(weights.down)
@@ -162,9 +200,11 @@ def experts_forward(
         return out
     tile = _tile(x.dtype, x.device)
     is_high = num_rows >= high_tile_from(x.dtype, num_experts, top_k, x.device)
-    pairs = choose_experts(x, router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low)
-    gated = _product(x, weights.gate_up, pairs, weights.inter, tile, gated=True)
-    computed = _product(gated, weights.down, pairs, weights.hidden, tile, gated=False)
+    pairs = choose_experts(
+        x, router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low, bias=router_bias
+    )
+    gated = _product(x, weights.gate_up, weights.gate_up_bias, pairs, weights.inter, tile, gated=True, gate=gate)
+    computed = _product(gated, weights.down, weights.down_bias, pairs, weights.hidden, tile, gated=False)
     _expert_sum_kernel[(num_rows, cdiv(weights.hidden, _SUM_BLOCK))](
         computed, pairs.weights, out, WIDTH=weights.hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
     )
@@ -172,7 +212,15 @@ def experts_forward(
 
 
 def _product(
-    x: torch.Tensor, table: torch.Tensor, pairs: ExpertPairs, num_out: int, tile: _Tile, *, gated: bool
+    x: torch.Tensor,
+    table: torch.Tensor,
+    biases: torch.Tensor | None,
+    pairs: ExpertPairs,
+    num_out: int,
+    tile: _Tile,
+    *,
+    gated: bool,
+    gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """The product of each pair with its expert's weight: [pairs, num_out]."""
     assert has_dense_rows(x)
@@ -181,8 +229,10 @@ def _product(
     width = tile.columns // 2 if gated else tile.columns
     is_high = pairs.tile_rows > tile.low
     _expert_product_kernel[(cdiv(num_out, width), len(pairs.tiles))](
-        x, table, pairs.order, pairs.tiles, pairs.num_tiles, out, x.stride(0), N=num_out, K=x.shape[1], TOP_K=top_k,
-        GATED=gated, BLOCK_M=pairs.tile_rows, BLOCK_N=width, BLOCK_K=tile.block_k, ALIGNMENT=ALIGNMENT,
+        x, table, table if biases is None else biases, pairs.order, pairs.tiles, pairs.num_tiles, out, x.stride(0),
+        N=num_out, K=x.shape[1], TOP_K=top_k, GATED=gated, BIASED=biases is not None,
+        CLAMPED=gate is not None, ALPHA=gate.alpha if gate else 0.0, LIMIT=gate.limit if gate else 0.0,
+        BLOCK_M=pairs.tile_rows, BLOCK_N=width, BLOCK_K=tile.block_k, ALIGNMENT=ALIGNMENT,
         WIDEN=is_interpreted(_expert_product_kernel) and x.dtype == torch.bfloat16, num_warps=8 if is_high else 4,
         num_stages=_stages(tile, x.device)[is_high],
     )  # fmt: skip
@@ -206,13 +256,24 @@ def experts_forward_ref(
     top_k: int,
     *,
     normalized: bool,
+    router_bias: torch.Tensor | None = None,
+    gate_up_bias: Sequence[torch.Tensor] = (),
+    down_bias: Sequence[torch.Tensor] = (),
+    gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """`experts_forward` in plain torch, without a rounding before the end."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    pairs = choose_experts_ref(x, router, top_k, normalized=normalized, tile_rows=1)
+    pairs = choose_experts_ref(x, router, top_k, normalized=normalized, tile_rows=1, bias=router_bias)
     out = torch.zeros_like(x, dtype=wide)
     for row, experts in enumerate(pairs.experts.tolist()):
         for expert, weight in zip(experts, pairs.weights[row], strict=True):
-            gate, up = (x[row].to(wide) @ gate_up[expert].to(wide).T).chunk(2)
-            out[row] += weight * ((torch.nn.functional.silu(gate) * up) @ down[expert].to(wide).T)
+            products = x[row].to(wide) @ gate_up[expert].to(wide).T
+            lower, up = (products + gate_up_bias[expert] if gate_up_bias else products).chunk(2)
+            if gate is None:
+                inner = torch.nn.functional.silu(lower) * up
+            else:
+                lower, up = lower.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+                inner = lower * torch.sigmoid(gate.alpha * lower) * (up + 1)
+            outputs = inner @ down[expert].to(wide).T
+            out[row] += weight * (outputs + down_bias[expert] if down_bias else outputs)
     return out.to(x.dtype)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...srt.errors import ModelNotSupported
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
@@ -108,19 +107,19 @@ class TritonExperts:
     """A mixture of experts whose launches depend on shapes only, so that a graph may record them."""
 
     def __init__(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> None:
-        if config.has_biases or config.gate is not None:
-            raise ModelNotSupported("triton attention does not support experts with biases and clamped gates")
-        self._router = router.weight
+        self._router = router
         self._config = config
-        gate_up, down = zip(*((weights.gate_up, weights.down) for weights in experts), strict=True)
-        self._kept = gate_up, down  # the tables have only their addresses
-        self._tables = expert_weight_tables(gate_up, down)
+        kept = [[x for x in tensors if x is not None] for tensors in zip(*experts, strict=True)]
+        self._kept = kept  # the tables have only their addresses
+        self._tables = expert_weight_tables(*kept)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         config = self._config
+        weight, bias = self._router
         return experts_forward(
-            x, self._router, self._tables, config.num_experts_per_token, normalized=config.normalized
-        )
+            x, weight, self._tables, config.num_experts_per_token, normalized=config.normalized, router_bias=bias,
+            gate=config.gate,
+        )  # fmt: skip
 
 
 class TritonLayers(TorchLayers):

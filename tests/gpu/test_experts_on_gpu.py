@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from expert_layers import draw_layer, draw_rows
+from expert_layers import GATE, draw_layer, draw_rows
 from fused_cases import same_bits
 from gpu_runners import LLAMA, make_runner
 from runner_driver import RunnerDriver, relative_error
@@ -22,8 +22,10 @@ CONFIG = dataclasses.replace(LLAMA, architecture="Qwen3MoeForCausalLM", qk_norm=
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)])
-def test_a_layer_is_the_twin_and_no_row_depends_on_the_batch(dtype: torch.dtype, allowed: float) -> None:
-    layer = draw_layer(1, 16, 4, 512, 192, dtype, device="cuda")
+@pytest.mark.parametrize("clamped", [False, True])
+def test_a_layer_is_the_twin_and_no_row_depends_on_the_batch(dtype: torch.dtype, allowed: float, clamped: bool) -> None:
+    kind = {"biased": True, "gate": GATE} if clamped else {}
+    layer = draw_layer(1, 16, 4, 512, 192, dtype, device="cuda", **kind)
     x = draw_rows(2, 700, 512, dtype, "cuda")  # the higher tile begins at 512 tokens
     whole = layer.run(x)
     for rows in (slice(0, 1), slice(5, 35), slice(100, 300)):

@@ -19,9 +19,9 @@ MANY_LAUNCHES = [
 
 
 @cache
-def compiled(tokens: str, arch: str) -> list[Resources]:
+def compiled(tokens: str, arch: str, model: str = "qwen3-30b") -> list[Resources]:
     """The kernels of a layer, in the order of the launches."""
-    return [compile_launch(launch, arch) for launch in expert_launches("qwen3-30b", tokens, arch)]
+    return [compile_launch(launch, arch) for launch in expert_launches(model, tokens, arch)]
 
 
 def products(model: str, tokens: str, dtype: torch.dtype) -> list[Launch]:
@@ -33,10 +33,19 @@ def products(model: str, tokens: str, dtype: torch.dtype) -> list[Launch]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "tokens"), [("sm_90", "few"), ("sm_90", "many"), ("sm_80", "many"), ("gfx942", "many")]
+    ("arch", "tokens", "model"),
+    [
+        ("sm_90", "few", "qwen3-30b"),
+        ("sm_90", "many", "qwen3-30b"),
+        ("sm_80", "many", "qwen3-30b"),
+        ("gfx942", "many", "qwen3-30b"),
+        ("sm_90", "few", "gpt-oss-20b"),
+        ("sm_90", "many", "gpt-oss-20b"),
+        ("gfx942", "many", "gpt-oss-20b"),
+    ],
 )
-def test_compiles_and_fits(arch: str, tokens: str) -> None:
-    for resources in compiled(tokens, arch):
+def test_compiles_and_fits(arch: str, tokens: str, model: str) -> None:
+    for resources in compiled(tokens, arch, model):
         assert_fits(resources, arch)
         if arch == "sm_90":
             assert_multiplies_grouped_rows(resources)
@@ -54,10 +63,11 @@ def test_products_of_float16_with_large_experts_compile_and_fit() -> None:
         assert_multiplies_grouped_rows(resources)
 
 
-def test_both_tiles_compute_an_output_with_the_same_instructions() -> None:
+@pytest.mark.parametrize("model", ["qwen3-30b", "gpt-oss-20b"])
+def test_both_tiles_compute_an_output_with_the_same_instructions(model: str) -> None:
     """A thread of either tile has as many outputs. So equal counts of each operation mean equal sums for a row."""
     for place in (-3, -2):
-        low, high = (compiled(tokens, "sm_90")[place] for tokens in ("few", "many"))
+        low, high = (compiled(tokens, "sm_90", model)[place] for tokens in ("few", "many"))
         counts = [Counter(_ARITHMETIC.findall(resources.assembly)) for resources in (low, high)]
         assert counts[0] == counts[1] and any(name.startswith("wgmma") for name in counts[0])
         assert low.threads * 2 == high.threads

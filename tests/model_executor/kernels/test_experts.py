@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from expert_layers import ExpertLayer, draw_layer, draw_rows
+from expert_layers import GATE, ExpertLayer, draw_layer, draw_rows
 from fused_cases import same_bits
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -12,11 +14,13 @@ from triton_interpreter import dots_by_rows, examples, permuted_programs, used_m
 
 from tercet.model_executor.kernels.expert_choice import ExpertPairs, choose_experts, choose_experts_ref, most_tiles
 from tercet.model_executor.kernels.experts import expert_weight_tables, experts_forward, high_tile_from
+from tercet.srt.model_files.experts_config import ClampedGate
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """The interpreter cuts the last bits of bfloat16 off, and rounds the others."""
 CPU = torch.device("cpu")
+OF_GPT_OSS: dict[str, Any] = {"biased": True, "gate": GATE}
 
 
 @st.composite
@@ -42,14 +46,22 @@ def assert_covers(pairs: ExpertPairs, num_experts: int) -> None:
 @settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 2**31), rows=st.integers(1, 70), hidden=st.integers(1, 90), shape=shapes(), dtype=DTYPES,
-    normalized=st.booleans(), tile_rows=st.sampled_from([16, 32]),
+    normalized=st.booleans(), biased=st.booleans(), tile_rows=st.sampled_from([16, 32]),
 )  # fmt: skip
 def test_the_choice_is_the_twins(
-    seed: int, rows: int, hidden: int, shape: tuple[int, int], dtype: torch.dtype, normalized: bool, tile_rows: int
+    seed: int,
+    rows: int,
+    hidden: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    normalized: bool,
+    biased: bool,
+    tile_rows: int,
 ) -> None:
     num_experts, top_k = shape
-    x, router = draw_rows(seed, rows, hidden, dtype), draw_layer(seed, num_experts, top_k, hidden, 1, dtype).router
-    options = {"normalized": normalized, "tile_rows": tile_rows}
+    layer = draw_layer(seed, num_experts, top_k, hidden, 1, dtype, biased=biased)
+    x, router = draw_rows(seed, rows, hidden, dtype), layer.router
+    options = {"normalized": normalized, "tile_rows": tile_rows, "bias": layer.router_bias}
     with permuted_programs(seed), used_memory(seed):
         found = choose_experts(x, router, top_k, **options)
     expected = choose_experts_ref(x, router, top_k, **options)
@@ -75,27 +87,36 @@ def test_the_bound_of_tiles_is_reached(num_pairs: int, num_experts: int, tile_ro
 @settings(max_examples=examples(8), phases=[Phase.generate])  # a smaller case takes minutes to find
 @given(
     seed=st.integers(0, 2**31), rows=st.integers(1, 70), hidden=st.integers(1, 80), inter=st.integers(1, 40),
-    shape=shapes(), dtype=DTYPES, normalized=st.booleans(),
+    shape=shapes(), dtype=DTYPES, normalized=st.booleans(), biased=st.booleans(), gate=st.sampled_from([None, GATE]),
 )  # fmt: skip
 def test_is_the_twin_in_float64(
-    seed: int, rows: int, hidden: int, inter: int, shape: tuple[int, int], dtype: torch.dtype, normalized: bool
+    seed: int,
+    rows: int,
+    hidden: int,
+    inter: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    normalized: bool,
+    biased: bool,
+    gate: ClampedGate | None,
 ) -> None:
-    layer = draw_layer(seed, *shape, hidden, inter, dtype, normalized=normalized)
+    layer = draw_layer(seed, *shape, hidden, inter, dtype, normalized=normalized, biased=biased, gate=gate)
     x = draw_rows(seed, rows, hidden, dtype)
     with permuted_programs(seed), used_memory(seed):
         assert layer.error(x) <= TOLERANCE[dtype]
 
 
-def small(dtype: torch.dtype = torch.bfloat16) -> tuple[ExpertLayer, int]:
+def small(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[ExpertLayer, int]:
     """A layer, and the fewest tokens of a step with the higher tile."""
-    layer = draw_layer(1, 4, 3, 40, 20, dtype)
+    layer = draw_layer(1, 4, 3, 40, 20, dtype, **options)
     return layer, high_tile_from(dtype, 4, 3, CPU)
 
 
+@pytest.mark.parametrize("kind", [{}, OF_GPT_OSS], ids=["plain", "clamped"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, kind: dict[str, Any]) -> None:
     """Chosen by one program or by several, in low tiles and in high ones, and among any other rows."""
-    layer, high = small(dtype)
+    layer, high = small(dtype, **kind)
     assert 17 < high < 60
     x = draw_rows(2, 60, 40, dtype)
     with dots_by_rows():
@@ -113,8 +134,9 @@ def test_padding_changes_no_row() -> None:
         assert same_bits(layer.run(x)[:7], layer.run(x[:7]))
 
 
-def test_what_is_no_number_stays_in_its_own_row() -> None:
-    layer, _ = small()
+@pytest.mark.parametrize("kind", [{}, OF_GPT_OSS], ids=["plain", "clamped"])
+def test_what_is_no_number_stays_in_its_own_row(kind: dict[str, Any]) -> None:
+    layer, _ = small(**kind)
     x = draw_rows(4, 20, 40, torch.bfloat16)
     with dots_by_rows():
         expected = layer.run(x)
@@ -140,13 +162,15 @@ def test_all_tokens_may_have_one_expert(rows: int) -> None:
 
 
 def test_new_weights_are_read_where_the_old_ones_were() -> None:
-    layer, _ = small(torch.float32)
-    x, new = draw_rows(6, 5, 40, torch.float32), draw_layer(7, 4, 3, 40, 20, torch.float32)
-    tables = expert_weight_tables(layer.gate_up, layer.down)
-    for old, to in zip([*layer.gate_up, *layer.down], [*new.gate_up, *new.down], strict=True):
-        old.copy_(to)
-    found = experts_forward(x, layer.router, tables, 3, normalized=True)
-    new.router = layer.router
+    layer, _ = small(torch.float32, biased=True)
+    x, new = draw_rows(6, 5, 40, torch.float32), draw_layer(7, 4, 3, 40, 20, torch.float32, biased=True)
+    lists = [(x.gate_up, x.down, x.gate_up_bias, x.down_bias) for x in (layer, new)]
+    tables = expert_weight_tables(*lists[0])
+    for old, to in zip(*lists, strict=True):
+        for one, other in zip(old, to, strict=True):
+            one.copy_(other)
+    found = experts_forward(x, layer.router, tables, 3, normalized=True, router_bias=layer.router_bias)
+    new.router, new.router_bias = layer.router, layer.router_bias
     assert torch.equal(found, new.run(x))
 
 
