@@ -55,13 +55,14 @@ class ModelCost:
         shapes = {parameter.name: parameter.shape for parameter in family_of(config).parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
-        in_layers = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and not is_expert(name))
+        matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+        in_layers = sum(size for name, size in matrices.items() if not is_expert(name))
         num_bytes = parameter_bytes(config, dtype_bytes, matrix_bytes=matrix_bytes, forms=forms)
         expert_bytes = sum(num_bytes.pop(name) for name in shapes if is_expert(name))
         chosen_share = 0.0
         if config.experts is not None:
             chosen_share = config.experts.num_experts_per_token / config.experts.num_experts
-            in_experts = sum(math.prod(shape) for name, shape in shapes.items() if is_expert(name))
+            in_experts = sum(size for name, size in matrices.items() if is_expert(name))
             in_layers += in_experts * config.experts.num_experts_per_token // config.experts.num_experts
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]

@@ -70,7 +70,11 @@ def test_a_step_reads_only_chosen_experts() -> None:
     assert cost.read_bytes(1) == cost.weight_bytes + 2 * 2 * expert
     assert cost.read_bytes(2) == cost.weight_bytes + 2 * 2 * 4 * expert * 7 // 16
     assert cost.read_bytes(1000) == cost.weight_bytes + cost.expert_bytes
-    assert cost.layer_flops_per_token == cost_of(TOY).layer_flops_per_token + 2 * 2 * (expert + router - dense)
+    flops = cost_of(TOY).layer_flops_per_token + 2 * 2 * (expert + router - dense)
+    assert cost.layer_flops_per_token == flops
+    biased = cost_of(replace(config, experts=replace(experts, has_biases=True)))
+    assert biased.layer_flops_per_token == flops
+    assert biased.expert_bytes == cost.expert_bytes + 2 * 2 * 4 * (2 * 10 + 8)
     assert cost.decode_bytes([5, 6]) == cost.read_bytes(2) + cost.kv_bytes_per_token * 11
     prompts, outputs = [5, 9], [3, 2]
     steps = [decode_step_s(cost, lens, H200) for lens in ([6, 10], [7])]

@@ -13,6 +13,7 @@ from tercet.srt.model_files.load_config import load_model_config
 # The numbers of parameters that the models' pages give.
 PARAMETERS = {
     "gemma-3-1b": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "qwen3-0.6b": 596_049_920,
