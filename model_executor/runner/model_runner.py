@@ -169,8 +169,7 @@ class ModelRunner:
         assert not self.is_asynchronous
         verified = verify(tokens.wait(), choices)
         self.future_tokens.numpy()[verified.rows] = verified.newest()
-        if self.sampler.any_counted:
-            self.sampler.count(verified.rows_of_tokens(), verified.tokens)
+        self.sampler.count(verified)
         return verified
 
     def _needs_no_logits(self, rows: Int32Array, lens: Int32Array) -> bool:

@@ -30,10 +30,6 @@ class Verified(NamedTuple):
     rows: Int32Array
     """[R], the row of each"""
 
-    def rows_of_tokens(self) -> Int32Array:
-        """[sum(num_tokens)], the row of each token."""
-        return np.repeat(self.rows, self.num_tokens)
-
     def newest(self) -> npt.NDArray[np.int64]:
         """[R], the last token of each row, or 0 for an invalid one (see NewestTokens)."""
         return np.maximum(self.tokens[np.cumsum(self.num_tokens) - 1], 0).astype(np.int64)

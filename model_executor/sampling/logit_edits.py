@@ -54,11 +54,6 @@ class LazyRowTable:
             self._free.append(int(self._lines[row]))
             self._lines[row] = -1
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no row has a line."""
-        return len(self._free) == len(self.table)
-
     def lines(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """The line of each row; -1 for a row without a line."""
         return self._lines[rows]
@@ -97,6 +92,8 @@ class LogitEdits:
         self._stops_from = np.zeros(num_rows + 1, np.int64)
         self._edited: set[int] = set()
         """The rows whose last owner may need edits."""
+        self._counted: set[int] = set()
+        """Those of them whose last owner has penalties."""
 
     def set_row(self, new_row: NewRow) -> None:
         """Set the edits of a row's new owner, and forget the old owner's. Ids outside the vocabulary are skipped."""
@@ -106,6 +103,7 @@ class LogitEdits:
         penalised = repetition or params.frequency_penalty != 0 or params.presence_penalty != 0
         edited = penalised or params.logit_bias or params.min_new_tokens
         (self._edited.add if edited else self._edited.discard)(row)
+        (self._counted.add if penalised else self._counted.discard)(row)
         if penalised:
             line = self._counts.assign(row)
             if repetition:
@@ -134,10 +132,9 @@ class LogitEdits:
         """Whether any of the rows needs edits at this step."""
         return not self._edited.isdisjoint(rows.tolist()) and bool(self.needed(rows, seq_lens).any())
 
-    @property
-    def any_counted(self) -> bool:
-        """Whether tokens are counted for the last owner of any row."""
-        return not self._counts.is_empty
+    def any_counted(self, rows: npt.NDArray[np.integer]) -> bool:
+        """Whether tokens are counted for the penalties of any of the rows."""
+        return not self._counted.isdisjoint(rows.tolist())
 
     @property
     def counts(self) -> torch.Tensor:

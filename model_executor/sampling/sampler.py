@@ -16,6 +16,7 @@ from ..device.device_buffers import Uploads
 from ..device.inference_mode import in_inference_mode
 from ..step import Int32Array, NewRow, TokenMasks
 from .block_sampling import BlockSampling
+from .draft_verification import Verified
 from .joint_sampling import MAX_VOCAB_SIZE
 from .logit_edits import LogitEdits
 from .newest_tokens import NewestTokens
@@ -139,20 +140,12 @@ class Sampler:
         self._state.flush()
         return self._sampling.sample(logits, rows.astype(np.int64), seq_lens.astype(np.int64), masks, newest, drafts)
 
-    @property
-    def any_counted(self) -> bool:
-        """Whether tokens are counted for the penalties of any row."""
-        return self._edits.any_counted
-
     @in_inference_mode
-    def count(self, rows: Int32Array, tokens: Int32Array) -> None:
-        """Count the accepted tokens of a step with drafts for the penalties of their rows.
-
-        Args:
-            rows: [n], a row may have several tokens
-            tokens: [n]; INVALID_TOKEN is not counted
-        """
-        self._edits.count(rows.astype(np.int64), self._state.send(tokens.astype(np.int64)))
+    def count(self, verified: Verified) -> None:
+        """Count the accepted tokens of a step with drafts for the penalties of their rows."""
+        if self._edits.any_counted(verified.rows):
+            rows = np.repeat(verified.rows, verified.num_tokens)
+            self._edits.count(rows.astype(np.int64), self._state.send(verified.tokens.astype(np.int64)))
 
     def _make_sampling(self, use_kernels: bool) -> RowSampling:
         if use_kernels:

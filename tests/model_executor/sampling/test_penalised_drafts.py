@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sampling_reference import counts_of, edited_logits, new_row
 
 from tercet.model_executor.sampling import block_sampling
-from tercet.model_executor.sampling.draft_verification import EarlierDrafts, verify
+from tercet.model_executor.sampling.draft_verification import EarlierDrafts, Verified, verify
 from tercet.model_executor.sampling.logit_edits import LogitEdits
 from tercet.model_executor.sampling.newest_tokens import NewestTokens
 from tercet.model_executor.sampling.sampler import Sampler
@@ -93,7 +93,7 @@ class Requests:
         tokens = self.drafting.sample(torch.stack(logits), rows, lens, masks, newest, i32(drafts))
         starts = np.flatnonzero(np.diff(rows, prepend=0))
         verified = verify(i32(tokens.numpy()), Choices(np.arange(len(rows)), rows, lens, starts, i32(drafts)))
-        self.drafting.count(verified.rows_of_tokens(), verified.tokens)
+        self.drafting.count(verified)
         assert verified.tokens.tolist() == [token for right in expected for token in right]
         for output, right in zip(self.outputs, expected, strict=True):
             output += right
@@ -165,10 +165,17 @@ def counts_of_line(edits: LogitEdits) -> dict[int, int]:
     return {token: count for token, count in enumerate(counts) if count}
 
 
-def test_a_row_without_penalties_has_no_counts() -> None:
-    sampler = sampler_of([new_row(1, temperature=0)])
-    assert not sampler.any_counted
-    sampler.set_row(new_row(1, presence_penalty=1.0))
-    assert sampler.any_counted
-    sampler.set_row(new_row(1, logit_bias={"1": 1.0}))
-    assert not sampler.any_counted
+def test_rows_without_penalties_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside others, and after an owner with penalties."""
+    sampler = sampler_of([new_row(1, logit_bias={"1": 1.0}), new_row(2, presence_penalty=1.0)])
+    counted: list[list[int]] = []
+    monkeypatch.setattr(sampler._edits, "count", lambda rows, tokens: counted.append([rows.tolist(), tokens.tolist()]))
+    verified = Verified(i32([5, 6, 7]), i32([2, 1]), [0, 3], i32([1, 2]))
+    alone = Verified(i32([5, 6]), i32([2]), [0], i32([1]))
+    sampler.count(alone)
+    assert not counted
+    sampler.count(verified)
+    assert counted == [[[1, 1, 2], [5, 6, 7]]]
+    sampler.set_row(new_row(2))
+    sampler.count(verified)
+    assert len(counted) == 1
