@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_sinks
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
 
@@ -153,6 +153,10 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
     extend_lens=st.sampled_from([[1, 1], [5, 1], [4, 7]]),
     layer=st.sampled_from([TritonAttention, FusedTritonAttention]),
 )
+@example(
+    seed=1, dtype=torch.float32, pool_dtype=None, norm=False, has_sinks=True, extend_lens=[1, 1],
+    layer=FusedTritonAttention,
+)  # fmt: skip
 def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
     seed, dtype, pool_dtype, norm, has_sinks, extend_lens, layer
 ) -> None:
