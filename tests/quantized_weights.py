@@ -7,8 +7,8 @@ import torch
 from tercet.model_executor.layers.quantized_weight import GROUP, SUPER_BLOCK, QuantizedWeight
 
 K_FORMS = ("q4_k", "q6_k", "mixed_k")
-FORMS = ("int4", "int8", "mixed", *K_FORMS)
-_VALUES = {"int4": (0, 16), "q4_k": (0, 16), "q6_k": (-32, 32), "mixed_k": (-32, 32)}
+FORMS = ("int4", "int8", "e2m1", "mixed", *K_FORMS)
+_VALUES = {"int4": (0, 16), "e2m1": (0, 16), "q4_k": (0, 16), "q6_k": (-32, 32), "mixed_k": (-32, 32)}
 _SCALES_OF_A_GROUP = {"q6_k": 2, "mixed_k": 2, "mixed": 2}
 
 

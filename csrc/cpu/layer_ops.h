@@ -87,6 +87,7 @@ template <template <typename> typename Kind, typename F>
 void with_form(const Tensor& packed, const F& f) {
   switch (packed.size(-1)) {
     case Kind<Int4Weights>::kGroupBytes: f.template operator()<Kind<Int4Weights>>(); break;
+    case Kind<E2m1Weights>::kGroupBytes: f.template operator()<Kind<E2m1Weights>>(); break;
     case Kind<Q4KWeights>::kGroupBytes: f.template operator()<Kind<Q4KWeights>>(); break;
     case Kind<Q6KWeights>::kGroupBytes: f.template operator()<Kind<Q6KWeights>>(); break;
     case Kind<MixedKWeights>::kGroupBytes: f.template operator()<Kind<MixedKWeights>>(); break;

@@ -73,6 +73,34 @@ struct Dot<MixedKWeights> : SixBits {
   static constexpr bool kHasMin = true;
 };
 
+/// Weights as in MXFP4, the format of GPT-OSS's experts: numbers of 4 bits (e2m1), with a scale for each group. The scales
+/// are half of the file's, because twice a number is an integer. A group of a panel: scales, float16 [kPanel], then the
+/// words of `Int4Weights`.
+struct E2m1Weights;
+
+template <>
+struct Dot<E2m1Weights> : Dot<Int4Weights>, GroupHeader<at::Half, 1> {
+  using GroupHeader<at::Half, 1>::Header, GroupHeader<at::Half, 1>::kHeaderBytes;
+  static constexpr bool kHasMin = false;
+  /// Twice the numbers.
+  static constexpr int kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+  static Ints weights(Bytes words, int at) {
+    const Ints codes = Dot<Int4Weights>::weights(words, at);
+#ifdef __AVX512F__
+    return (Ints)_mm512_permutexvar_epi32((__m512i)codes, _mm512_loadu_si512(kDoubled));
+#else
+    // Two bits of exponent and one of mantissa. Without an exponent, the mantissa has no leading bit.
+    const Ints magnitudes = codes & 7, signs = -(codes >> 3);
+    const Ints doubled = ((2 + (magnitudes & 1)) << (magnitudes >> 1) >> 1) + (magnitudes == 0);
+    return (doubled ^ signs) - signs;
+#endif
+  }
+  static int weight(const uint8_t* words, int64_t word, int64_t column, int64_t at) {
+    return kDoubled[Dot<Int4Weights>::weight(words, word, column, at)];
+  }
+};
+
 /// The groups of a panel. Each has a header of scales, then of minima, and its words.
 ///
 /// `FactoredGroups` has the same public members. `part`: 0, or with two scales 1 for the other half of a group.

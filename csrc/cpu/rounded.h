@@ -183,7 +183,9 @@ struct RoundedPacked : StoredPanels<Weights> {
 
   /// The bits `place` to place + 3 of each word.
   [[gnu::always_inline]] static Floats values_of_4_bits(const uint8_t* words, int place) {
-    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 values = std::is_same_v<Weights, E2m1Weights>
+        ? _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+        : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     // The lowest 4 bits of each word are an index. With a mask and a conversion, it would be an instruction more.
     return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), place), values);
   }

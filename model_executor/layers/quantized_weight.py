@@ -5,10 +5,10 @@ with 4 bits also a minimum, as in ggml's types Q8_0 and Q4_1. With --quantizatio
 activations to 8 bits in groups of 32 (csrc/cpu/quantized.h). One scale per row would make the error several times
 larger (docs/log.md).
 
-A file may give other forms. "q4_k" and "q6_k" have weights of 4 and 6 bits, with scales of 8 bits and a factor for each
-super-block of 256 weights, as ggml's Q4_K and Q6_K. "mixed_k" has the values of all K types of ggml, with 6 bits, and
-"mixed" those of all types that ggml_types.py converts, with 8 bits. These two also serve matrices whose parts have
-different types.
+A file may give other forms. "e2m1" has the numbers of MXFP4, which are not equally far apart: a table has them. "q4_k"
+and "q6_k" have weights of 4 and 6 bits, with scales of 8 bits and a factor for each super-block of 256 weights, as
+ggml's Q4_K and Q6_K. "mixed_k" has the values of all K types of ggml, with 6 bits, and "mixed" those of all types that
+ggml_types.py converts, with 8 bits. These two also serve matrices whose parts have different types.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ GROUP = 32
 """Weights along a row that share a scale. In some forms, each half of them has a scale of its own."""
 SUPER_BLOCK = 256
 """Weights along a row that share the factors of their scales, in the K forms."""
+E2M1_VALUES = torch.tensor([sign * x for sign in (1, -1) for x in (0, 1, 2, 3, 4, 6, 8, 12)], dtype=torch.int8)
+"""Twice the number that each code of e2m1 stands for"""
+_E2M1_MIDDLES = (E2M1_VALUES[:7] + E2M1_VALUES[1:8]) / 2
+"""The middle between each magnitude and the next one"""
 _CHUNK_ROWS = 4096
 """Rows that are rounded at once. The intermediate tensors take several times the memory of these rows."""
 
@@ -33,9 +37,9 @@ class QuantizedWeight(NamedTuple):
     """
 
     values: torch.Tensor
-    """[n, k]; 8 bits: int8; 6 bits: int8, in [-32, 32); 4 bits: uint8, below 16"""
+    """[n, k]; 8 bits: int8; 6 bits: int8, in [-32, 32); 4 bits: uint8, below 16; e2m1: codes of this type"""
     scales: torch.Tensor
-    """[n, k / GROUP] in int4, int8 (both float16) and q4_k (int8); [n, 2 * k / GROUP], for half groups, in q6_k,
+    """[n, k / GROUP] in int4, int8, e2m1 (all float16) and q4_k (int8); [n, 2 * k / GROUP], for half groups, in q6_k,
     mixed_k (both int8) and mixed (float32)"""
     minima: torch.Tensor | None
     """as the scales; None: the form has none"""
@@ -55,7 +59,8 @@ class QuantizedWeight(NamedTuple):
     def dequantize(self) -> torch.Tensor:
         """The matrix as float32 [n, k]."""
         scales, minima = self.float_scales()
-        groups = self.values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
+        values = E2M1_VALUES[self.values.int()] if self.bits == 4 and minima is None else self.values
+        groups = values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
         if minima is not None:
             groups += minima[..., None]
         return groups.flatten(1)
@@ -88,10 +93,10 @@ class QuantizedWeight(NamedTuple):
 
 
 def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:
-    """Round a weight [n, k] of any floating dtype to `form`, "int8" or "int4".
+    """Round a weight [n, k] of any floating dtype to `form`, "int8", "int4" or "e2m1".
 
     Each value becomes the nearest step of its group's scale. With int8 the steps reach the largest magnitude of the
-    group, with int4 its minimum and maximum.
+    group, with int4 its minimum and maximum. Only random weights are rounded to e2m1.
     """
     return stacked(_quantize(rows.float().unflatten(1, (-1, GROUP)), form) for rows in weight.split(_CHUNK_ROWS))
 
@@ -113,6 +118,10 @@ def _quantize(groups: torch.Tensor, form: str) -> QuantizedWeight:
     if form == "int8":
         scales = _float16_scales(groups.abs().amax(2) / 127)
         return QuantizedWeight(_steps(groups, scales).clamp_(-127, 127).to(torch.int8).flatten(1), scales, None)
+    if form == "e2m1":
+        scales = (groups.abs().amax(2) / E2M1_VALUES.max()).log2().ceil().clamp(-24, 15).exp2()
+        magnitudes = torch.bucketize(groups.abs() / scales[..., None], _E2M1_MIDDLES, out_int32=True)
+        return QuantizedWeight((magnitudes + 8 * (groups < 0)).to(torch.uint8).flatten(1), scales.half(), None)
     minima = groups.amin(2).half()
     scales = _float16_scales((groups.amax(2) - minima) / 15)
     steps = _steps(groups - minima[..., None], scales).clamp_(0, 15)

@@ -34,7 +34,7 @@ _PACKAGE = Path(__file__).parents[2]
 _CODE = ("model_executor/layers", "model_executor/models", "model_executor/weights", "srt/model_files")
 """Folders of the code that reads, converts and packs parameters."""
 _EMBEDDING = "embed_tokens.weight"
-_BITS = {"int8": 8, "int4": 4, "q4_k": 4, "q6_k": 6, "mixed_k": 6, "mixed": 8}
+_BITS = {"int8": 8, "int4": 4, "e2m1": 4, "q4_k": 4, "q6_k": 6, "mixed_k": 6, "mixed": 8}
 
 
 class PackedParameters(Mapping[str, Any]):

@@ -17,6 +17,7 @@ from ..models.parameters import ROUTER_ENDING, WHOLE, Parameter, Shard, is_exper
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """The forms that a CPU rounds weights to, and their bits per weight, with the scale and minimum of a group."""
 STORED_BITS_PER_WEIGHT = BITS_PER_WEIGHT | {
+    "e2m1": 4 + 16 / GROUP,
     "q4_k": 4 + 2 * 8 / GROUP + 2 * 16 / SUPER_BLOCK,
     "q6_k": 6 + 2 * 8 / GROUP + 16 / SUPER_BLOCK,
     "mixed_k": 6 + 4 * 8 / GROUP + 2 * 16 / SUPER_BLOCK,
@@ -101,7 +102,7 @@ def dummy_form(config: QuantizationConfig, parameter: Parameter) -> str | None:
     if isinstance(config, Fp8Config):
         return fp8_form(config)
     if isinstance(config, Mxfp4Config):
-        return "int8" if is_expert(parameter.name) and parameter.shape[1] % GROUP == 0 else None
+        return "e2m1" if is_expert(parameter.name) and parameter.shape[1] % GROUP == 0 else None
     return _dummy_integer_form(config, parameter.shape[1])
 
 

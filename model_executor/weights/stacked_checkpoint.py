@@ -38,7 +38,7 @@ class _Place(NamedTuple):
 class StackedCheckpoint:
     """A Checkpoint of experts. It names tensors as if each expert had its own, such as "....experts.3.up_proj.weight".
 
-    It reads matrices of 4 bits (mxfp4.py) in the form "int8", or widened to float32.
+    It reads matrices of 4 bits in the forms of mxfp4.py, or widened to float32.
 
     Raises ValueError for a tensor of experts with other dimensions or types than these formats have, and for a matrix
     of 4 bits that the config excludes.
@@ -87,17 +87,17 @@ class StackedCheckpoint:
 
     def has_form(self, name: str, form: str) -> bool:
         place = self._places.get(name)
-        if form != "int8" or place is None or place.ending != _BLOCKS:
+        if form not in mxfp4.FORMS or place is None or place.ending != _BLOCKS:
             return False
         if place.tensor not in self._fits:
             stored = (self._files.tensor(place.tensor + ending) for ending in (_BLOCKS, _SCALES))
-            self._fits[place.tensor] = mxfp4.fits_int8(*stored)
+            self._fits[place.tensor] = mxfp4.has_forms(*stored)
         return self._fits[place.tensor]
 
     def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
         if not self.has_form(name, form):
             return None
-        return mxfp4.quantized_form(*self._groups(self._places[name], region or _all_of(self.shape(name))))
+        return mxfp4.quantized_form(*self._groups(self._places[name], region or _all_of(self.shape(name))), form)
 
     def _widened(self, place: _Place, region: Region) -> torch.Tensor:
         rows, columns = region

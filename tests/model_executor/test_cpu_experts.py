@@ -40,9 +40,9 @@ def stored(form: str) -> Callable[[torch.Tensor], Any]:
     """Rounds to a form. Those that only files have get scales of about the size that rounding to 4 or 8 bits gives."""
 
     def convert(weight: torch.Tensor) -> QuantizedWeight:
-        rounded = quantize(weight, "int4" if form in ("int4", "q4_k") else "int8")
-        if form in ("int4", "int8"):
-            return rounded
+        if form in ("int4", "int8", "e2m1"):
+            return quantize(weight, form)
+        rounded = quantize(weight, "int4" if form == "q4_k" else "int8")
         scales = rounded.scales.float().repeat_interleave(1 if form == "q4_k" else 2, 1)
         if form == "mixed":
             return rounded._replace(scales=scales, minima=torch.full_like(scales, 0.01))

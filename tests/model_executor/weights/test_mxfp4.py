@@ -1,4 +1,4 @@
-"""Experts of 4 bits: the numbers that transformers reads, whole and in part, and as integers of 8 bits."""
+"""Experts of 4 bits: the numbers that transformers reads, whole and in part, and in quantized forms."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tercet.model_executor.layers.quantized_weight import E2M1_VALUES, quantize
 from tercet.model_executor.weights import mxfp4
 from tercet.model_executor.weights.loader import load_parameters, stored_forms, stored_matrix_dtype
 from tercet.model_executor.weights.stacked_checkpoint import StackedCheckpoint
@@ -35,8 +36,9 @@ def test_numbers_are_those_of_transformers(seed: int, first: int, count: int) ->
         assert torch.equal(found, expected[expert])
         if first > 2:  # below that bfloat16 has fewer digits
             assert torch.equal(found.bfloat16().float(), found)
-        if mxfp4.fits_int8(blocks[expert], scales[expert]):
-            assert torch.equal(mxfp4.quantized_form(blocks[expert], scales[expert]).dequantize(), found)
+        if mxfp4.has_forms(blocks[expert], scales[expert]):
+            for form in mxfp4.FORMS:
+                assert torch.equal(mxfp4.quantized_form(blocks[expert], scales[expert], form).dequantize(), found)
         else:
             assert first < 104 or first + count > 144
 
@@ -53,11 +55,12 @@ def test_the_lower_bits_are_the_first_number() -> None:
 def test_powers_of_two_that_float16_has(scale: int, fits: bool) -> None:
     blocks, scales = draw_blocks((1, 4, 64), 0)
     scales[0, 2, 1] = scale
-    assert mxfp4.fits_int8(blocks[0], scales[0]) == fits
-    weight = mxfp4.quantized_form(blocks[0], scales[0])
-    assert torch.equal(weight.dequantize(), mxfp4.widen(blocks[0], scales[0])) == fits
+    assert mxfp4.has_forms(blocks[0], scales[0]) == fits
+    for form in mxfp4.FORMS:
+        weight = mxfp4.quantized_form(blocks[0], scales[0], form)
+        assert torch.equal(weight.dequantize(), mxfp4.widen(blocks[0], scales[0])) == fits
     blocks[0, 2, 1] = 0x80  # zeros of both signs
-    assert mxfp4.fits_int8(blocks[0], scales[0])
+    assert mxfp4.has_forms(blocks[0], scales[0])
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "plain"])
@@ -81,13 +84,13 @@ def test_each_expert_has_its_part_of_a_tensor(kind: str, tmp_path: Path) -> None
         assert torch.equal(checkpoint.tensor(of_expert), tensor)
         region = tuple(slice(3, 40) for _ in tensor.shape)
         assert torch.equal(checkpoint.tensor(of_expert, region), tensor[region])
-        assert checkpoint.has_form(of_expert, "int8") == is_packed and not checkpoint.has_form(of_expert, "int4")
-        if is_packed:
+        assert not checkpoint.has_form(of_expert, "int4")
+        for form in mxfp4.FORMS:
             region = slice(3, 40), slice(32, 64)
-            weight = checkpoint.quantized(of_expert, "int8", region)
-            assert weight is not None and torch.equal(weight.dequantize(), tensor[region])
-        else:
-            assert checkpoint.quantized(of_expert, "int8") is None
+            assert checkpoint.has_form(of_expert, form) == is_packed
+            weight = checkpoint.quantized(of_expert, form, region) if is_packed else None
+            assert weight is None or torch.equal(weight.dequantize(), tensor[region])
+            assert is_packed or checkpoint.quantized(of_expert, form) is None
     router = "model.layers.1.mlp.router.weight"
     assert torch.equal(checkpoint.tensor(router), model.model.layers[1].mlp.router.weight)
     assert checkpoint.dtype(router) == torch.float32 and not checkpoint.has_form(router, "int8")
@@ -98,11 +101,22 @@ def test_forms_of_a_checkpoint(tmp_path: Path) -> None:
     config = mxfp4_config(tmp_path)
     assert config.quantization is not None and stored_matrix_dtype(config) is None
     forms = stored_forms(config, torch.bfloat16)
-    assert set(forms.values()) == {"int8"} and len(forms) == 3 * 5 * 2
+    assert set(forms.values()) == {"e2m1"} and len(forms) == 3 * 5 * 2
     kept, widened = (load_parameters(config, torch.float32, CPU, forms=x) for x in (forms, {}))
     for name in forms:
         assert torch.equal(kept[name].dequantize(), widened[name])
     assert stored_forms(load_model_config(tmp_path, "dummy"), torch.bfloat16) == forms
+
+
+def test_random_weights_become_the_nearest_numbers() -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    weight[3, :32] = 0
+    rounded = quantize(weight, "e2m1")
+    scales = rounded.scales.float().repeat_interleave(32, 1)
+    nearest = (weight[..., None] - scales[..., None] * E2M1_VALUES).abs().amin(-1)
+    assert torch.equal((rounded.dequantize() - weight).abs(), nearest)
+    assert (nearest <= 2 * scales).all()  # the largest numbers are 4 steps apart
+    assert (rounded.scales.frexp().mantissa == 0.5).all()
 
 
 def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
