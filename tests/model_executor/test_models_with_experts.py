@@ -9,24 +9,32 @@ import numpy as np
 import pytest
 import torch
 from cpu_models import CONFIG, VARIANTS, make_cpu_runner
+from mxfp4_models import mxfp4_config, save_mxfp4
 from runner_driver import RunnerDriver, relative_error, short_logits
 from runners import make_runner
-from tiny_models import checkpoint, make_model, save
+from tiny_models import checkpoint, make_model, reference_logits, save
 from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers import packing
+from tercet.model_executor.models.parameters import is_expert
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights import packed_cache, packed_file
-from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.errors import ModelNotSupported
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
 EXPERTS = ExpertsConfig(num_experts=7, num_experts_per_token=3, intermediate_size=64, normalized=True)
 CONFIG_WITH_EXPERTS = replace(CONFIG, architecture="Qwen3MoeForCausalLM", experts=EXPERTS)
-MODELS = ["qwen3_moe", "qwen3_moe_sparse", "mixtral", "mixtral_window"]
+CLAMPED = replace(EXPERTS, gate=ClampedGate(1.702, 0.5), has_biases=True)
+CONFIGS = {
+    "qwen3_moe": CONFIG_WITH_EXPERTS,
+    "gpt_oss": replace(CONFIG, architecture="GptOssForCausalLM", experts=CLAMPED, qkv_bias=True, o_bias=True),
+}
+MODELS = ["qwen3_moe", "qwen3_moe_sparse", "mixtral", "mixtral_window", "gpt_oss", "gpt_oss_full"]
 
 
 def compiled_runner(runner: ModelRunner) -> ModelRunner:
@@ -47,8 +55,11 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
     assert_greedy_tokens_equal(driver, model, ids[:9])
 
 
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
-def test_every_step_has_the_same_bits(variant: tuple[str, str | None, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_has_the_same_bits(
+    variant: tuple[str, str | None, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request alone, in batches, in chunks, and in recorded and launched steps."""
     monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
     rng = np.random.default_rng(3)
@@ -56,7 +67,7 @@ def test_every_step_has_the_same_bits(variant: tuple[str, str | None, int], monk
     rows = list(prompts)
 
     def driver(**options: object) -> RunnerDriver:
-        runner = make_cpu_runner(variant, CONFIG_WITH_EXPERTS, max_running_requests=6, **options)
+        runner = make_cpu_runner(variant, CONFIGS[name], max_running_requests=6, **options)
         return RunnerDriver(compiled_runner(runner))
 
     alone = driver()
@@ -82,14 +93,39 @@ def test_float16_with_quantized_weights_has_composed_experts() -> None:
     assert not runner.model.compiled and runner._recorded is None
     reference = make_cpu_runner(("float32", "int8", 1), CONFIG_WITH_EXPERTS, max_running_requests=6)
     assert relative_error(short_logits(runner), short_logits(reference)) < 0.02
+    with pytest.raises(ModelNotSupported, match="does not support clamped gates of experts: use --dtype bfloat16"):
+        make_cpu_runner(("float16", "int8", 1), CONFIGS["gpt_oss"], max_running_requests=6)
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [("float32", None, 1e-4), ("bfloat16", None, 0.06), ("float32", "int8", 0.3)],
+)
+def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: float, tmp_path: Path) -> None:
+    """Their matrices keep their numbers: with quantized rows, as integers of 8 bits."""
+    if dtype == "bfloat16" and not torch.ops.tercet_cpu.multiplies_bfloat16():
+        pytest.skip("this build widens all numbers to float32")
+    model = save_mxfp4(tmp_path)
+    config = load_model_config(tmp_path)
+    options = {"max_total_tokens": 400, "max_running_requests": 6, "attention_backend": "cpu"}
+    runner = compiled_runner(make_runner(config, dtype=dtype, quantization=quantization, **options))
+    assert {form for name, form in runner.settings.weight_forms.items() if is_expert(name)} == {quantization or "e2m1"}
+    ids = np.random.default_rng(1).integers(0, 131, 50)
+    expected = reference_logits(model, ids.tolist())
+    found = RunnerDriver(runner).logits_along(1, ids, [15])
+    errors = [relative_error(logits, expected[position]) for position, logits in found.items()]
+    assert np.median(errors) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("qwen3_moe_sparse", None), ("qwen3_moe_sparse", "int4"), ("gpt_oss", None)]
+)
 def test_the_cache_has_packed_experts(
-    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_file, "bytes_on_huge_pages", lambda memory: memory.nbytes)
-    config, folder = checkpoint(tmp_path / "model", "qwen3_moe_sparse"), tmp_path / "cache"
+    folder = tmp_path / "cache"
+    config = mxfp4_config(tmp_path / "model") if name == "gpt_oss" else checkpoint(tmp_path / "model", name)
     options = {"max_total_tokens": 256, "max_running_requests": 3, "attention_backend": "cpu", "dtype": "float32"}
 
     def runner(**others: object) -> ModelRunner:

@@ -24,6 +24,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("smollm3_window", True),
         ("gemma3_scaled", False),
         ("gemma3", True),
+        ("gpt_oss", False),
+        ("gpt_oss", True),
     ],
 )
 def test_logits_equal_transformers(name, fuse_small_steps, tmp_path, monkeypatch):

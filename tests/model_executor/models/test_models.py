@@ -24,14 +24,15 @@ def test_logits_equal_transformers_for_chunks_and_decodes(name, tmp_path):
     model = make_model(name)
     # Mistral in many small shards, the others in one file
     options = {"max_shard_size": "60KB"} if name.startswith("mistral") else {}
-    backend = "torch" if name.startswith("gpt_oss") else "auto"
-    driver = RunnerDriver(make_runner(save(model, tmp_path, **options), attention_backend=backend))
+    driver = RunnerDriver(make_runner(save(model, tmp_path, **options)))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == bool(options)
     ids = np.random.default_rng(1).integers(0, 131, 50)
     assert_logits_equal(driver, model, ids)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2_upper_window", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral_window", "qwen2_upper_window", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"]
+)
 def test_a_batch_of_all_kinds_changes_no_row(name, tmp_path):
     """Requests of very different lengths: prefills, later chunks and decodes mixed in one step, then decodes only."""
     model = make_model(name)
@@ -62,9 +63,10 @@ def test_a_batch_of_all_kinds_changes_no_row(name, tmp_path):
             check(row, index)
 
 
-def test_experts_of_4_bits(tmp_path):
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_experts_of_4_bits(backend, tmp_path):
     model = save_mxfp4(tmp_path)
-    driver = RunnerDriver(make_runner(tmp_path, attention_backend="torch"))
+    driver = RunnerDriver(make_runner(tmp_path, attention_backend=backend))
     ids = np.random.default_rng(1).integers(0, 131, 50)
     assert_logits_equal(driver, model, ids)
     assert_greedy_tokens_equal(driver, model, ids[:9])
@@ -92,7 +94,7 @@ def test_half_precisions_run_on_a_cpu(dtype, tolerance, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe_all", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe_all", "mixtral", "gpt_oss"])
 def test_experts_in_bfloat16(name, tmp_path):
     """Rounding may change the choice of an expert. So the median of the positions counts, and not the largest error."""
     model = make_model(name).bfloat16()

@@ -171,10 +171,9 @@ def test_logits_equal_transformers(folder, config):
     model = initialised(AutoConfig.from_pretrained(folder), seed=0)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))  # transformers has written the defaults, too
-    options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 2}
-    if config["model_type"] == "gpt_oss":
-        options["attention_backend"] = "torch"
-    runner = runners.make_runner(load_model_config(folder), **options)
+    runner = runners.make_runner(
+        load_model_config(folder), dtype="float32", max_total_tokens=400, max_running_requests=2
+    )
     ids = np.random.default_rng(1).integers(0, 67, NUM_TOKENS)
     expected = reference_logits(model, ids.tolist())
     for position, logits in RunnerDriver(runner).logits_along(1, ids, [NUM_TOKENS - 3]).items():

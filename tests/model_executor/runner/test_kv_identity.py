@@ -11,7 +11,7 @@ from runners import make_settings
 from toy_runner import TOY, TOY_QWEN
 
 from tercet.model_executor.runner.kv_identity import kv_identity
-from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import NO_ROTATION, LongRopeScaling, RopeConfig
 
@@ -35,7 +35,8 @@ def test_other_experts_do_not() -> None:
     experts = ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=32, normalized=True)
     config = dataclasses.replace(TOY, experts=experts)
     unnormalized = dataclasses.replace(config, experts=dataclasses.replace(experts, normalized=False))
-    assert len({identity(), identity(config), identity(unnormalized)}) == 3
+    clamped = dataclasses.replace(config, experts=dataclasses.replace(experts, gate=ClampedGate(1.702, 7.0)))
+    assert len({identity(), identity(config), identity(unnormalized), identity(clamped)}) == 4
 
 
 def test_layers_without_rotation_do_not() -> None:

@@ -25,7 +25,7 @@ from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load, step_memory
 from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes, saved_split_bytes, sink_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
-from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
 EXPERTS = ExpertsConfig(num_experts=64, num_experts_per_token=8, intermediate_size=32, normalized=True)
@@ -37,6 +37,7 @@ SHAPES = {
     "vocabulary": {"vocab_size": 100_000},
     "experts": {"experts": EXPERTS},
     "many experts": {"experts": replace(EXPERTS, num_experts_per_token=32, intermediate_size=96)},
+    "clamped experts": {"experts": replace(EXPERTS, gate=ClampedGate(1.702, 7.0), has_biases=True)},
     "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
 }
 
