@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from .experts_config import (
@@ -107,9 +106,7 @@ def _window_of_every_other_layer(config: Settings, num_layers: int) -> SlidingWi
     types = config.texts("layer_types")
     if types is None:
         types = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
-    # null does not stand for the default here: other libraries cannot compute with it, either.
-    window = config.integer("sliding_window", None if "sliding_window" in config else 128)
-    return _windows_of_types(config, types, num_layers, window)
+    return _windows_of_types(config, types, num_layers, config.integer("sliding_window"))
 
 
 def _rotated_layers(config: Settings, num_layers: int) -> tuple[bool, ...]:
@@ -137,8 +134,6 @@ class Family:
     qkv_bias: bool | None = False
     o_bias: bool | None = False
     mlp_bias: bool | None = False
-    biased_attention: bool = False
-    """what a config without attention_bias stands for"""
     attention_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value"""
     qk_norm: bool = False
@@ -148,8 +143,6 @@ class Family:
     """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
     default_rms_norm_eps: float = 1e-6
     default_rope_theta: float = 10000.0
-    default_rope: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """the rope settings of a config without any"""
     tied_by_default: bool = False
     """whether the output head of a config without tie_word_embeddings is the embedding"""
     default_original_context_len: int | None = None
@@ -290,13 +283,12 @@ FAMILIES: dict[str, Family] = {
         _window_of_every_other_layer,
         qkv_bias=None,
         o_bias=None,
-        biased_attention=True,
         attention_sinks=True,
         default_head_dim=64,
         default_num_kv_heads=8,
         default_rms_norm_eps=1e-5,
         default_rope_theta=150000.0,
-        default_rope=_GPT_OSS_ROPE,
+        defaults={"attention_bias": True, "sliding_window": 128, "rope_parameters": _GPT_OSS_ROPE},
         experts=gpt_oss_experts,
         expert_names=GPT_OSS_NAMES,
         stacked_experts=True,

@@ -54,7 +54,7 @@ def config_from_hf(
         )
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     default_num_kv_heads = None if "num_key_value_heads" in config else family.default_num_kv_heads
-    attention_bias, mlp_bias = config.flag("attention_bias", family.biased_attention), config.flag("mlp_bias")
+    attention_bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
     for key, is_set, known in (
         ("attention_bias", attention_bias, family.qkv_bias),
         ("mlp_bias", mlp_bias, family.mlp_bias),

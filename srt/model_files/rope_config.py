@@ -122,7 +122,7 @@ def rope_from_hf(config: Settings, family: Family, context_len: int, head_dim: i
     """
     # As in transformers, an empty object counts as absent.
     given = {key: config.nested(key) for key in ("rope_scaling", "rope_parameters") if config.get(key) != {}}
-    params = given.get("rope_scaling") or given.get("rope_parameters") or Settings(config.source, family.default_rope)
+    params = given.get("rope_scaling") or given.get("rope_parameters") or Settings(config.source, {})
     if any(isinstance(value, Mapping) for value in params.unused().values()):
         raise ValueError(f"{config.source}: rope settings differ by layer type, which is not supported")
     return _rope_of(params, config, family, context_len, head_dim)
