@@ -139,8 +139,6 @@ class Family:
     qk_norm: bool = False
     default_head_dim: int | None = None
     """None: hidden_size / num_heads"""
-    default_num_kv_heads: int | None = None
-    """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
     default_rms_norm_eps: float = 1e-6
     default_rope_theta: float = 10000.0
     tied_by_default: bool = False
@@ -156,7 +154,7 @@ class Family:
     gguf_window: bool = False
     """whether `attention.sliding_window` of a GGUF file is the window of all layers"""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """the values of keys that config.json may lack"""
+    """the values of keys that config.json may lack; null does not stand for them"""
     has_text_config: bool = False
     """whether the settings of the language model are in `text_config`, beside those of other parts"""
     activation_key: str = "hidden_act"
@@ -221,8 +219,10 @@ _GPT_OSS_ROPE = {
 }
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", "decoder", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere, default_num_kv_heads=8),
-    "Qwen2ForCausalLM": Family("qwen2", "decoder", _window_of_upper_layers, qkv_bias=True, default_num_kv_heads=32),
+    "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere, defaults={"num_key_value_heads": 8}),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", "decoder", _window_of_upper_layers, qkv_bias=True, defaults={"num_key_value_heads": 32}
+    ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         "decoder",
@@ -231,7 +231,7 @@ FAMILIES: dict[str, Family] = {
         o_bias=None,
         qk_norm=True,
         default_head_dim=128,
-        default_num_kv_heads=32,
+        defaults={"num_key_value_heads": 32},
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
@@ -250,14 +250,14 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=None,
         o_bias=None,
         qk_norm=True,
-        default_num_kv_heads=4,
+        defaults={"num_key_value_heads": 4},
         experts=qwen_experts,
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
         "decoder",
         _window_if_given,
-        default_num_kv_heads=8,
+        defaults={"num_key_value_heads": 8},
         default_rms_norm_eps=1e-5,
         default_rope_theta=1e6,
         experts=mixtral_experts,
@@ -270,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=None,
         o_bias=None,
         mlp_bias=None,
-        default_num_kv_heads=4,
+        defaults={"num_key_value_heads": 4},
         default_rope_theta=2e6,
         tied_by_default=True,
         rotated_layers=_rotated_layers,
@@ -285,10 +285,14 @@ FAMILIES: dict[str, Family] = {
         o_bias=None,
         attention_sinks=True,
         default_head_dim=64,
-        default_num_kv_heads=8,
         default_rms_norm_eps=1e-5,
         default_rope_theta=150000.0,
-        defaults={"attention_bias": True, "sliding_window": 128, "rope_parameters": _GPT_OSS_ROPE},
+        defaults={
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_parameters": _GPT_OSS_ROPE,
+        },
         experts=gpt_oss_experts,
         expert_names=GPT_OSS_NAMES,
         stacked_experts=True,

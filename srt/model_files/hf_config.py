@@ -53,7 +53,6 @@ def config_from_hf(
             f"{config.source}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})"
         )
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
-    default_num_kv_heads = None if "num_key_value_heads" in config else family.default_num_kv_heads
     attention_bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
     for key, is_set, known in (
         ("attention_bias", attention_bias, family.qkv_bias),
@@ -81,7 +80,7 @@ def config_from_hf(
         intermediate_size=config.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", default_num_kv_heads or num_heads),
+        num_kv_heads=config.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         context_len=max(context_len, rope.context_len),
