@@ -143,6 +143,8 @@ class Family:
     default_rope_theta: float = 10000.0
     tied_by_default: bool = False
     """whether the output head of a config without tie_word_embeddings is the embedding"""
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    """the rope settings of a config that has none; null counts as none"""
     default_original_context_len: int | None = None
     """For a config without original_max_position_embeddings at its top level. None: that of the rope settings."""
     stacked_projections: bool = False
@@ -291,8 +293,8 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8,
             "attention_bias": True,
             "sliding_window": 128,
-            "rope_parameters": _GPT_OSS_ROPE,
         },
+        default_rope=_GPT_OSS_ROPE,
         experts=gpt_oss_experts,
         expert_names=GPT_OSS_NAMES,
         stacked_experts=True,

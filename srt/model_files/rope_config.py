@@ -120,9 +120,10 @@ def rope_from_hf(config: Settings, family: Family, context_len: int, head_dim: i
     transformers 5 writes the key `rope_parameters`, older versions `rope_theta` and `rope_scaling`. `context_len`: the
     model's context length. Raises ValueError that names a rope type or key that is unknown, missing or out of range.
     """
-    # As in transformers, an empty object counts as absent.
+    # As in transformers, an empty object counts as absent. But empty `rope_parameters` do not stand for the default.
     given = {key: config.nested(key) for key in ("rope_scaling", "rope_parameters") if config.get(key) != {}}
-    params = given.get("rope_scaling") or given.get("rope_parameters") or Settings(config.source, {})
+    default = family.default_rope if config.get("rope_parameters") is None else {}
+    params = given.get("rope_scaling") or given.get("rope_parameters") or Settings(config.source, default)
     if any(isinstance(value, Mapping) for value in params.unused().values()):
         raise ValueError(f"{config.source}: rope settings differ by layer type, which is not supported")
     return _rope_of(params, config, family, context_len, head_dim)
