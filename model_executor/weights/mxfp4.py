@@ -36,11 +36,14 @@ def quantized_form(blocks: torch.Tensor, scales: torch.Tensor, form: str) -> Qua
 
 
 def has_forms(blocks: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether FORMS have the same values: float16 has half the power of two of each group that is not zero."""
+    """Whether FORMS have the same values: float16 has half the power of two of each group.
+
+    A group of zeros may have a smaller power, which becomes zero. A larger one becomes infinite.
+    """
     first, last = (exponent + 1 + _SCALE_BIAS for exponent in (_FLOAT16_EXPONENTS[0], _FLOAT16_EXPONENTS[-1]))
-    others = (scales < first) | (scales > last)
+    small = scales < first
     # The sign of a zero changes no sum.
-    return not bool(others.any()) or not bool((blocks[others] & 0x77).any())
+    return not bool((scales > last).any()) and not bool((blocks[small] & 0x77).any())
 
 
 def _of_each_byte(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

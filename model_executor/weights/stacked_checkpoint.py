@@ -109,6 +109,7 @@ class StackedCheckpoint:
     def _groups(self, place: _Place, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks and scales of rows and columns. The columns are whole groups."""
         rows, columns = region
+        assert columns.start % GROUP == columns.stop % GROUP == 0, columns
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         blocks, scales = (
             self._files.tensor(place.tensor + ending)[place.expert][place.rows][rows, groups].contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tercet.model_executor.layers.quantized_weight import E2M1_VALUES, quantize
 from tercet.model_executor.weights import mxfp4
-from tercet.model_executor.weights.loader import load_parameters, stored_forms, stored_matrix_dtype
+from tercet.model_executor.weights.loader import (
+    checkpoint_dtype,
+    load_parameters,
+    stored_forms,
+    stored_matrix_dtype,
+)
 from tercet.model_executor.weights.stacked_checkpoint import StackedCheckpoint
 from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.quantization_config import Mxfp4Config
@@ -60,7 +66,10 @@ def test_powers_of_two_that_float16_has(scale: int, fits: bool) -> None:
         weight = mxfp4.quantized_form(blocks[0], scales[0], form)
         assert torch.equal(weight.dequantize(), mxfp4.widen(blocks[0], scales[0])) == fits
     blocks[0, 2, 1] = 0x80  # zeros of both signs
-    assert mxfp4.has_forms(blocks[0], scales[0])
+    assert mxfp4.has_forms(blocks[0], scales[0]) == (scale <= 143)
+    for form in mxfp4.FORMS:
+        weight = mxfp4.quantized_form(blocks[0], scales[0], form)
+        assert torch.equal(weight.dequantize(), mxfp4.widen(blocks[0], scales[0])) == (scale <= 143)
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "plain"])
@@ -94,6 +103,41 @@ def test_each_expert_has_its_part_of_a_tensor(kind: str, tmp_path: Path) -> None
     router = "model.layers.1.mlp.router.weight"
     assert torch.equal(checkpoint.tensor(router), model.model.layers[1].mlp.router.weight)
     assert checkpoint.dtype(router) == torch.float32 and not checkpoint.has_form(router, "int8")
+
+
+def test_a_part_of_a_quantized_matrix_has_whole_groups(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    checkpoint = StackedCheckpoint(str(tmp_path), CONFIG)
+    for columns in (slice(16, 48), slice(0, 40)):
+        with pytest.raises(AssertionError):
+            checkpoint.quantized(f"{EXPERT}.down_proj.weight", "e2m1", (slice(0, 8), columns))
+
+
+def test_the_folder_of_the_published_model(tmp_path: Path) -> None:
+    """It has several files, a folder with the same tensors by other names, and no type of its numbers."""
+    save_mxfp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    names = sorted(tensors)
+    files = {f"model-0000{part}-of-00002.safetensors": names[part::3] for part in range(3)}
+    for file, of_file in files.items():
+        save_file({name: tensors[name] for name in of_file}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, of_file in files.items() for name in of_file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "original").mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "original" / "model.safetensors")
+    config_json = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config_json.items() if "dtype" not in k}))
+    config = load_model_config(tmp_path)
+    assert config.dtype is None and checkpoint_dtype(config) == "bfloat16"
+    assert len(stored_forms(config, torch.bfloat16)) == 3 * 5 * 2
+    parameters = load_parameters(config, torch.bfloat16, CPU)
+    weight = parameters["layers.1.experts.3.down_proj.weight"]
+    name = "model.layers.1.mlp.experts.down_proj"
+    blocks, scales = tensors[f"{name}_blocks"][3], tensors[f"{name}_scales"][3]
+    assert torch.equal(weight, mxfp4.widen(blocks, scales).bfloat16())
+    assert torch.equal(parameters["layers.0.sinks"], tensors["model.layers.0.self_attn.sinks"].float())
+    assert len(dict(parameters)) == len(parameters)
 
 
 def test_forms_of_a_checkpoint(tmp_path: Path) -> None:
