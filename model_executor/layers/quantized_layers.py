@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...srt.errors import ModelNotSupported
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
 from .. import cpu_extension
@@ -74,10 +73,7 @@ class QuantizedLayers(CpuLayers):
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         if not self.compiled_experts:
-            if config.gate is not None:
-                raise ModelNotSupported(
-                    "--quantization with float16 does not support clamped gates of experts: use --dtype bfloat16"
-                )
+            assert config.gate is None, "check_experts has refused it"
             return super().experts(router, experts, config)
         return CpuExperts(self.router(router), experts, config, rounds_to_integers=True)
 

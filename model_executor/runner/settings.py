@@ -26,6 +26,7 @@ from ..weights.loader import checkpoint_dtype, stored_forms, stored_fp8_forms, s
 from ..weights.quantization import (
     BITS_PER_WEIGHT,
     FP8,
+    check_experts,
     check_quantization,
     is_linear,
     is_multiplied,
@@ -240,7 +241,7 @@ def resolve_weights(
 
     With the backend triton, fp8 weights stay as their file stores them. Elsewhere they are widened to `dtype`.
 
-    Raises ValueError and OSError for a checkpoint that cannot be read.
+    Raises ValueError and OSError for a checkpoint that cannot be read, and ValueError for one that no layers compute.
     """
     if config.experts is not None and backend == "triton":
         if quantization == FP8 or isinstance(config.quantization, Fp8Config):
@@ -251,6 +252,7 @@ def resolve_weights(
     elif isinstance(config.quantization, Fp8Config) and backend == "triton" and quantization in (None, FP8):
         return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
+        check_experts(config, dtype)
         rounded = quantized_forms(config, quantization)
         if chosen is None or config.tie_word_embeddings:
             return WeightTypes(dtype, rounded)

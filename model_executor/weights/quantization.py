@@ -7,8 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
+from ...srt.errors import ModelNotSupported
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig, Mxfp4Config, QuantizationConfig
+from .. import cpu_extension
+from ..device.dtypes import dtype_name
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
@@ -50,6 +53,15 @@ def check_quantization(quantization: str | None, attention_backend: str, device:
             f"--quantization {quantization} needs a CPU and the attention backend cpu with the compiled C++ kernels "
             "(pip install --no-build-isolation builds them with a C++ compiler), "
             f"but the device is {device.type} and the attention backend is {attention_backend}"
+        )
+
+
+def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raise ModelNotSupported for experts that no layers compute with integer weights and this type of activations."""
+    if config.experts is not None and config.experts.gate is not None and not cpu_extension.multiplies(dtype):
+        raise ModelNotSupported(
+            f"--quantization with {dtype_name(dtype)} does not support the clamped gates of the experts of "
+            f"{config.architecture}: use --dtype bfloat16"
         )
 
 
