@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_told_and_costs_nothing_else(tmp_path: Path, capsys
         (["--port", "1"], "port is a setting of the HTTP server"),
         (["--batch-size", "0"], "numbers of at least 1"),
         (["--page-size", "0"], "--page-size must be at least 1"),
-        (["--model-path", "gpt-5"], "one of llama-3.1-8b"),
+        (["--model-path", "gpt-5"], "one of gemma-3-1b"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

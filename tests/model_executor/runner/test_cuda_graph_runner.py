@@ -217,7 +217,8 @@ def test_memory_is_left_for_steps_and_graphs(make_runner):
     runner = make_runner(accelerator, max_total_tokens=None, max_running_requests=8)
     per_token = 2 * 2 * 2 * 8 * 4
     steps = decodes = 1 << 20  # what the stand-in says that any work takes
-    reserve = steps + decodes + 8 * 99 * 16 + 4 * (8 << 20)
+    edits = 8 * 99 * 4 * 3 + runner.sampler._sampling.edit_bytes(8)
+    reserve = steps + decodes + edits + 4 * (8 << 20)
     assert runner.max_total_num_tokens == ((1 << 29) - reserve - int((1 << 30) * 0.02)) // per_token
     without = make_runner(accelerator, max_total_tokens=None, max_running_requests=8, disable_cuda_graph=True)
     assert without.max_total_num_tokens - runner.max_total_num_tokens == 4 * (8 << 20) // per_token
