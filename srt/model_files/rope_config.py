@@ -139,7 +139,7 @@ def ropes_from_hf(config: Settings, family: Family, context_len: int, head_dim: 
         config.number("rope_theta", _GLOBAL_THETA, above=1),
         config.number("rope_local_base_freq", _DEFAULT_THETA, above=1),
     )
-    scalings = config.nested("rope_scaling"), None
+    scalings = (None if config.get("rope_scaling") == {} else config.nested("rope_scaling")), None
     ropes = [
         _rope_of(
             (scaling or given.nested(layer_type) or Settings(config.source, {})).with_defaults({"rope_theta": theta}),

@@ -121,6 +121,14 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     assert (config.eos_token_ids, config.bos_token_id) == ((1,), 2)
 
 
+@pytest.mark.parametrize("empty", [{}, None])
+def test_an_empty_rope_scaling_does_not_hide_the_parameters(empty: dict[str, Any] | None, tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    keys = {"rope_scaling": empty, "rope_parameters": {"full_attention": linear}}
+    config = load(tmp_path, {"model_type": "gemma3_text"} | keys)
+    assert config.ropes[4:6] == (RopeConfig(1e4), RopeConfig(5e5, LinearScaling(8)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
