@@ -40,6 +40,8 @@ _GGUF_KEYS = (
     "expert_count", "expert_used_count", "expert_feed_forward_length", "pooling_type", "attention.sliding_window",
     "attention.sliding_window_pattern", "rope.freq_base_swa",
 )  # fmt: skip
+_GGUF_KEYS_FOR_IMAGES = ("vision.", "mm.")
+"""What the keys begin with that describe the parts for images of a model that also takes them."""
 _GGUF_POOLINGS = (0, 3)
 """None, and the last token, which is what /v1/embeddings takes by default. Embedding models name their pooling."""
 
@@ -56,7 +58,8 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         raise metadata.unsupported(f"the file is one of {parts} split files; merge them first")
     prefix = f"{arch}."
     for key in file.metadata:
-        if key.startswith(prefix) and key.removeprefix(prefix) not in _GGUF_KEYS:
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and name not in _GGUF_KEYS and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
             raise metadata.unsupported(f"metadata {key}={quote(file.metadata[key])} is not supported")
     config = Settings(
         file.path, {key: file.metadata[prefix + key] for key in _GGUF_KEYS if prefix + key in file.metadata}, prefix
@@ -100,7 +103,8 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     ropes = layer_ropes(family, config, rope, num_layers)
     scale = head_dim**-0.5
     if family.gguf_local_windows:
-        windows = local_windows(window, config.integer("attention.sliding_window_pattern", 6), num_layers)
+        if window:
+            windows = local_windows(window, config.integer("attention.sliding_window_pattern", 6), num_layers)
         ropes = ropes_of_windows(windows, rope, RopeConfig(config.number("rope.freq_base_swa", 10000.0, above=1)))
         # GGUF files have no key for the scale. As in llama.cpp, only Gemma 3 27B has another one.
         scale = (hidden_size // num_heads if num_layers == 62 else head_dim) ** -0.5

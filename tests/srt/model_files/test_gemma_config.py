@@ -161,3 +161,25 @@ def test_gguf(tmp_path: Path) -> None:
     keys = {"attention.sliding_window_pattern": 3}
     config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("gemma3_default"), "gemma3", keys=keys))
     assert config.sliding_windows == (7, 7, None, 7, 7, None, 7)
+
+
+def test_a_gguf_file_beside_parts_for_images(tmp_path: Path) -> None:
+    """Google's own files describe these parts, which are in a file of their own."""
+    keys = {"mm.tokens_per_image": 256, "vision.block_count": 27, "vision.attention.head_count": 16}
+    plain = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("gemma3_default"), "gemma3"))
+    assert (
+        load_model_config(write_gguf(tmp_path / "m.gguf", make_model("gemma3_default"), "gemma3", keys=keys)) == plain
+    )
+    with pytest.raises(ModelNotSupported, match=r"gemma3\.visionary=1 is not supported"):
+        load_model_config(
+            write_gguf(tmp_path / "m.gguf", make_model("gemma3_default"), "gemma3", keys={"visionary": 1})
+        )
+
+
+def test_a_gguf_file_without_a_window(tmp_path: Path) -> None:
+    """As in llama.cpp, all layers attend to all positions, with the rotation of global layers."""
+    model = make_model("gemma3_default")
+    model.config.sliding_window = 0
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "gemma3"))
+    assert config.sliding_windows == (None,) * 7
+    assert config.ropes == (RopeConfig(20000, LinearScaling(2.5)),) * 7
