@@ -42,6 +42,8 @@ _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ALWAYS_SPECIAL = ("bos_token_id", *_END_IDS)
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """The control tokens that end a turn in files that do not name one."""
+_TURN_MARKS_OF_GEMMA = ("<start_of_turn>", "<end_of_turn>")
+"""Control tokens. Some files give them the type of ordinary tokens, such as Google's own and some of Unsloth's."""
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
@@ -60,6 +62,8 @@ def _build(metadata: Settings) -> TokenizerParts:
     # As in llama.cpp, an empty token gets a name, so that each id has a text of its own.
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
     types = _numbers(metadata, "token_type", len(tokens))
+    if _is_gemma(metadata):
+        types = np.where([token in _TURN_MARKS_OF_GEMMA for token in tokens], _CONTROL, types)
     ids = _ids(metadata, is_llama=kind == "llama", num_tokens=len(tokens))
     if _KEY + "eot_token_id" not in metadata:
         ids |= _turn_end(tokens, types)
@@ -72,6 +76,10 @@ def _build(metadata: Settings) -> TokenizerParts:
         eos_token_ids=frozenset(ids[key] for key in _END_IDS if key in ids),
         chat_templates=_chat_templates(metadata),
     )
+
+
+def _is_gemma(metadata: Settings) -> bool:
+    return metadata.text("general.architecture") == "gemma3"
 
 
 def _byte_level_bpe(metadata: Settings, tokens: list[str]) -> tokenizers.Tokenizer:
@@ -103,7 +111,8 @@ def _sentencepiece_bpe(metadata: Settings, tokens: list[str], ids: Mapping[str, 
     )
     spaces = normalizers.Replace(" ", _SPACE_MARK)
     decode = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.flag(_KEY + "add_space_prefix", True):
+    # Gemma's tokenizer has no prefix. Google's own files do not say so.
+    if metadata.flag(_KEY + "add_space_prefix", not _is_gemma(metadata)):
         # As in sentencepiece and llama.cpp: at the start of the text and after each special token.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), spaces])
         backend.decoder = decoders.Sequence([*decode, decoders.Strip(content=" ", left=1)])

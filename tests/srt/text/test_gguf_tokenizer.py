@@ -71,8 +71,8 @@ def byte_level_file(path, extra=(), **more):
     )
 
 
-def sentencepiece_file(path, **more):
-    """Pieces of an English sentence, scored by how early they come, and all bytes."""
+def sentencepiece_file(path, extra=(), **more):
+    """Pieces of an English sentence, scored by how early they come, all bytes, and `extra` tokens with their types."""
     tokens, types = ["<unk>", "<s>", "</s>"], [UNKNOWN, CONTROL, CONTROL]
     tokens += [f"<0x{byte:02X}>" for byte in range(256)]
     types += [BYTE] * 256
@@ -84,7 +84,9 @@ def sentencepiece_file(path, **more):
     pieces.update(dict.fromkeys("".join(words)))
     tokens += pieces
     types += [NORMAL] * len(pieces)
-    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))] + [0.0] * len(extra)
+    tokens += [token for token, _ in extra]
+    types += [kind for _, kind in extra]
     return write_gguf(path, model="llama", tokens=tokens, types=types, scores=scores, **more)
 
 
@@ -243,6 +245,20 @@ def test_a_file_that_names_no_end_of_a_turn(tmp_path, kind, more, ends):
     tokenizer = load_tokenizer(str(path))
     eot = tokenizer.token_to_id("<|eot_id|>")
     assert tokenizer.eos_token_ids == {1} | set(more.values()) | ({eot} if ends else set())
+
+
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL])
+@pytest.mark.parametrize("more", [{}, {"add_space_prefix": False}])
+def test_gemma(tmp_path, kind, more):
+    """Some files give the marks of turns the type of ordinary tokens, and do not say that there is no prefix."""
+    extra = [("<start_of_turn>", kind), ("<end_of_turn>", kind)]
+    tokenizer = load_tokenizer(str(sentencepiece_file(tmp_path / "x.gguf", extra, arch="gemma3", **more)))
+    start, end = map(tokenizer.token_to_id, ("<start_of_turn>", "<end_of_turn>"))
+    ids = tokenizer.encode("<start_of_turn>the fox<end_of_turn>the")
+    pieces = ["<s>", "<start_of_turn>", "the", SPACE + "fox", "<end_of_turn>", "the"]
+    assert [tokenizer.id_to_token(token) for token in ids] == pieces
+    assert tokenizer.eos_token_ids == {2, end} and {start, end} <= tokenizer.special_ids
+    assert tokenizer.decode(ids) == "the foxthe"
 
 
 def test_chat_templates(tmp_path):
