@@ -332,21 +332,31 @@ def _checked(names: list[str], given: Settings, key: str) -> list[str]:
     return names
 
 
+def _names_of(module: str) -> tuple[str, ...]:
+    """The names of a module of a language model: alone, and in a model that also takes images.
+
+    The last one is that of transformers 5.
+    """
+    return module, f"language_model.{module}", f"model.language_model.{module.removeprefix('model.')}"
+
+
 def _excludes(patterns: tuple[str, ...], module: str) -> bool:
-    return any(_matches(pattern, module) for pattern in patterns)
+    return any(_matches(pattern, name) for pattern in patterns for name in _names_of(module))
 
 
 def _targets(targets: tuple[str, ...], module: str) -> bool:
     """Whether a linear layer is among the targets of compressed-tensors. Their names are whole names."""
     return not targets or any(
-        re.match(target[3:], module) is not None if target.startswith("re:") else module == target for target in targets
+        re.match(target[3:], name) is not None if target.startswith("re:") else name == target
+        for target in targets
+        for name in _names_of(module)
     )
 
 
-def _matches(pattern: str, module: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
 
 
 def _is_block(given: Settings, key: str) -> bool:

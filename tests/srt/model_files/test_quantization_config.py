@@ -172,3 +172,17 @@ def test_settings_of_gptq_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert read(tmp_path, GPTQ) == expected
     with pytest.raises(ValueError, match=r"quantize_config.json: bits must be 4 or 8, got 3"):
         read(tmp_path, {})
+
+
+@pytest.mark.parametrize("form", ["language_model.model.", "model.language_model."])
+def test_names_in_a_model_that_also_takes_images(form: str) -> None:
+    """Files name modules as the whole model has them, and tensors of the language model are read without that."""
+    module, regex = "model.layers.1.mlp.up_proj", form.replace(".", r"\.")
+    for pattern in (f"{form}layers.1", f"{form}layers.1.mlp.up_proj", f"re:{regex}layers\\.1\\..*"):
+        config = IntegerConfig("pack-quantized", 4, 32, True, False, excluded=(pattern,))
+        assert config.excludes(module) and not config.excludes("model.layers.0.mlp.up_proj"), pattern
+    for target in (f"{form}layers.1.mlp.up_proj", f"re:^{regex}layers\\.1\\..*_proj$", "re:.*language_model.*"):
+        targeted = IntegerConfig("pack-quantized", 4, 32, True, False, targets=(target,))
+        assert not targeted.excludes(module), target
+    others = IntegerConfig("pack-quantized", 4, 32, True, False, excluded=("re:vision_tower.*", "re:.*lm_head"))
+    assert not others.excludes(module) and others.excludes("lm_head")
