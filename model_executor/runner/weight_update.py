@@ -20,8 +20,14 @@ from ..weights.loader import load_parameters
 from .recorded_steps import RecordedSteps
 from .settings import RunnerSettings, resolve_linears, resolve_weights, weight_bytes
 
-_MAY_DIFFER = frozenset({"model_path", "load_format", "dtype", "quantization", "generation"})
-"""Fields of a config that a running model does not depend on. The dtype of the engine stays."""
+_MAY_DIFFER = frozenset(
+    {"model_path", "load_format", "dtype", "quantization", "generation", "norm_offset", "embedding_scale"}
+)
+"""Fields of a config that a running model does not depend on. The dtype of the engine stays.
+
+`embedding_scale` has the rounding of the checkpoint's dtype. The epsilons of norms (`residual_norm_eps`) also depend on
+it, but by far less than float32 shows.
+"""
 _MARGIN_BYTES = 64 << 20
 """Memory for what is read and packed at a time."""
 

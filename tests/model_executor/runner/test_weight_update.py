@@ -12,10 +12,12 @@ from mxfp4_models import mxfp4_config
 from runner_driver import short_logits
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import checkpoint
+from tiny_models import GEMMA, checkpoint, initialised, save
+from transformers import Gemma3TextConfig
 
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
 
 
@@ -46,6 +48,20 @@ def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, name: str, ba
     assert torch.equal(short_logits(runner), expected)
     runner.weights.update(first)
     assert torch.equal(short_logits(runner), before)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_checkpoint_of_another_dtype(tmp_path: Path, backend: str) -> None:
+    """The scale of Gemma's embeddings has the rounding of the checkpoint."""
+    configs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = initialised(Gemma3TextConfig(**GEMMA | {"hidden_size": 48}), seed=len(configs))
+        configs.append(load_model_config(save(model.to(dtype), tmp_path / str(dtype))))
+    assert configs[0].embedding_scale != configs[1].embedding_scale
+    runner, expected = runner_of(configs[0], backend), [short_logits(runner_of(config, backend)) for config in configs]
+    for place in (1, 0):
+        runner.weights.update(configs[place])
+        torch.testing.assert_close(short_logits(runner), expected[place], rtol=1e-6, atol=1e-6)
 
 
 def test_a_gpus_parameters_are_overwritten_where_graphs_read_them(tmp_path: Path, monkeypatch) -> None:
