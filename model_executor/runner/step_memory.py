@@ -59,7 +59,8 @@ def activation_bytes(
         bytes_of = _compiled_expert_bytes if compiled else _expert_bytes
         experts = (4 * hidden + q_size) * dtype.itemsize + bytes_of(config.experts, hidden, dtype)
         feed_forward = max(feed_forward, experts)
-    in_a_norm = 0 if compiled else 2 * hidden * _FLOAT_BYTES
+    # Norms of outputs have weights of float32, so torch converts what they normalise.
+    in_a_norm = 0 if compiled else (3 if config.output_norms else 2) * hidden * _FLOAT_BYTES
     widest = max(hidden, q_size, *config.feed_forward_widths)
     if compiled and config.experts is not None:  # their input and the products of gate and up exist together
         widest = max(widest, hidden + config.experts.num_experts_per_token * config.experts.intermediate_size)

@@ -29,6 +29,14 @@ from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
 EXPERTS = ExpertsConfig(num_experts=64, num_experts_per_token=8, intermediate_size=32, normalized=True)
+GEMMA = {
+    "output_norms": True,
+    "norm_offset": 1.0,
+    "embedding_scale": 8.0,
+    "hidden_act": "gelu_tanh",
+    "qk_norm": True,
+    "layer_ropes": (CONFIG.rope, replace(CONFIG.rope, theta=500.0)),
+}
 SHAPES = {
     "usual": {},
     "wide": {"hidden_size": 512, "intermediate_size": 128},
@@ -39,6 +47,9 @@ SHAPES = {
     "many experts": {"experts": replace(EXPERTS, num_experts_per_token=32, intermediate_size=96)},
     "clamped experts": {"experts": replace(EXPERTS, gate=ClampedGate(1.702, 7.0), has_biases=True)},
     "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
+    "gemma": GEMMA,
+    "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
+    "heads of gemma": GEMMA | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
 }
 
 
