@@ -11,7 +11,7 @@ from ..io_struct import FinishReason
 from .openai.protocol import CachedTokensDetails, StreamOptions
 from .wire import Int32, Int64, Wire, doc, only
 
-_NO_MULTIMODAL = "multimodal models are not supported"
+_NO_MULTIMODAL = "prompts and answers are text only"
 
 
 class NativeSampling(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from .tool_protocol import CacheBreakpoint, CacheControl, GivenToolCall, Tool, T
 _NO_FUNCTIONS = "it is the older form of tools"
 
 
-_NO_MULTIMODAL = "multimodal models are not supported"
+_NO_MULTIMODAL = "prompts and answers are text only"
 
 
 _NO_STORE = "answers are not stored"

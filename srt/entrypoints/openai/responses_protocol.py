@@ -9,7 +9,7 @@ from .protocol import CacheSalt, Priority, RetentionSeconds, RunningTimeout, Ses
 from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check_choice_fields
 
 _NOT_STORED = "answers are not stored"
-_NO_MULTIMODAL = "multimodal models are not supported"
+_NO_MULTIMODAL = "prompts and answers are text only"
 _NO_SUMMARY = "reasoning is sent as text, without a summary; `auto` leaves the choice to the server"
 _NOT_INCLUDED = (
     "no further contents are available; reasoning needs no encryption, because it is sent, and taken back, as text"

@@ -212,7 +212,7 @@ def test_token_ids(site: Site) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].image_url",
-            "multimodal models are not supported",
+            "prompts and answers are text only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
