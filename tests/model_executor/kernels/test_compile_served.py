@@ -24,6 +24,7 @@ from serving_shapes import SHAPES
 from triton_aot import Launch, assert_fits, assert_overlaps, compile_launch, recorded
 
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.rope_config import RopeConfig
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,6 +45,19 @@ MODELS = {
     "llama": LLAMA,
     "qwen3": dataclasses.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True),
     "window": dataclasses.replace(LLAMA, sliding_windows=(None, 300)),
+    "gemma3": dataclasses.replace(
+        LLAMA,
+        architecture="Gemma3ForCausalLM",
+        head_dim=256,
+        num_kv_heads=4,
+        qk_norm=True,
+        output_norms=True,
+        norm_offset=1.0,
+        embedding_scale=16.0,
+        hidden_act="gelu_tanh",
+        sliding_windows=(300, None),
+        layer_ropes=(RopeConfig(), RopeConfig(1e6)),
+    ),
 }
 SMALL_STEPS = ({}, {"fuse_small_steps": True}, {"fuse_small_steps": True, "dependent_launch": True})
 

@@ -97,7 +97,7 @@ OF_FAMILY = {
         mlp_bias=[False, True],
     ),
     "gemma3_text": some(
-        sliding_window=[5, 9],
+        sliding_window=[1, 5, 9],
         sliding_window_pattern=[1, 2, 6],
         query_pre_attn_scalar=[8, 30],
         attention_bias=[False, True],
