@@ -12,7 +12,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
     """How often a step verified drafts of a request."""
     num_drafts: int = 0
     num_accepted_drafts: int = 0
-    """Output tokens of these requests from these steps, beyond one each. What follows the end of a request is none."""
+    """Right drafts that became output. Those after the end of a request do not count."""
 
     def since(self, earlier: SpeculationState) -> SpeculationState:
         """The counts since `earlier`."""

@@ -58,6 +58,8 @@ class _StoredExperts(Sequence[ExpertWeights]):
 class DecoderLayer:
     """One layer: residual += attention(norm(residual)), then residual += feed_forward(norm(residual)).
 
+    With `output_norms`, both outputs are normalised before they are added.
+
     Each sum is computed by the next norm, in the same pass: that of the next layer, or the final norm. Layers for few
     tokens may compute it themselves (layers/residual.py).
     """

@@ -95,7 +95,7 @@ class SchedulerSettings:
         Setting(
             "How to guess the next tokens of a request (drafts). A step verifies them, and so may return several "
             "tokens; with the C++ kernels, drafts change no token; NGRAM: what followed an earlier occurrence of the "
-            "newest tokens; only on a CPU; default: no drafts"
+            "newest tokens; only on a CPU, with the attention backends cpu and torch; default: no drafts"
         ),
     ] = None
     speculative_num_draft_tokens: Annotated[
