@@ -44,6 +44,8 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """The control tokens that end a turn in files that do not name one."""
 _TURN_MARKS_OF_GEMMA = ("<start_of_turn>", "<end_of_turn>")
 """Control tokens. Some files give them the type of ordinary tokens, such as Google's own and some of Unsloth's."""
+_HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+"""Those of GPT-OSS, in which <|end|> ends one of several messages. A file names only the first one."""
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
@@ -65,15 +67,14 @@ def _build(metadata: Settings) -> TokenizerParts:
     if _is_gemma(metadata):
         types = np.where([token in _TURN_MARKS_OF_GEMMA for token in tokens], _CONTROL, types)
     ids = _ids(metadata, is_llama=kind == "llama", num_tokens=len(tokens))
-    if _KEY + "eot_token_id" not in metadata:
-        ids |= _turn_end(tokens, types)
+    ends_by_text: frozenset[int] = frozenset() if _KEY + "eot_token_id" in metadata else _turn_ends(tokens, types)
     backend = _byte_level_bpe(metadata, tokens) if kind == "gpt2" else _sentencepiece_bpe(metadata, tokens, ids)
     _add_special_tokens(backend, tokens, types, ids)
     _add_bos_and_eos(backend, metadata, tokens, ids)
     return TokenizerParts(
         backend=backend,
         special_tokens={name: tokens[ids[key]] for name, key in _NAMED_IDS.items() if key in ids},
-        eos_token_ids=frozenset(ids[key] for key in _END_IDS if key in ids),
+        eos_token_ids=frozenset(ids[key] for key in _END_IDS if key in ids) | ends_by_text,
         chat_templates=_chat_templates(metadata),
     )
 
@@ -175,11 +176,13 @@ def _ids(metadata: Settings, *, is_llama: bool, num_tokens: int) -> dict[str, in
     return {key: index for key, index in ids.items() if 0 <= index < num_tokens}
 
 
-def _turn_end(tokens: Sequence[str], types: npt.NDArray[np.generic]) -> dict[str, int]:
-    """The token that ends a turn, by its text as in llama.cpp. Files of the first weeks of Llama 3 name only the end of
-    a text as EOS, which a chat never reaches."""
+def _turn_ends(tokens: Sequence[str], types: npt.NDArray[np.generic]) -> frozenset[int]:
+    """The tokens that end a turn, by their texts as in llama.cpp. Files of the first weeks of Llama 3 name only the end
+    of a text as EOS, which a chat never reaches."""
     control = {tokens[index]: index for index in (types == _CONTROL).nonzero()[0].tolist()}
-    return next(({"eot_token_id": control[text]} for text in _TURN_ENDS if text in control), {})
+    if {"<|return|>", "<|call|>"} <= control.keys():
+        return frozenset(control[text] for text in _HARMONY_ENDS if text in control)
+    return frozenset([control[text] for text in _TURN_ENDS if text in control][:1])
 
 
 def _add_special_tokens(

@@ -261,6 +261,27 @@ def test_gemma(tmp_path, kind, more):
     assert tokenizer.decode(ids) == "the foxthe"
 
 
+@pytest.mark.parametrize("marks", [("<|return|>", "<|call|>"), ("<|return|>",), ("<|call|>",)])
+def test_the_ends_of_gpt_oss(tmp_path, marks):
+    """A file names only the end of an answer. <|end|> ends one of several messages, and <|call|> asks for a tool."""
+    others = [("<|start|>", CONTROL), ("<|end|>", CONTROL), ("<|message|>", CONTROL)]
+    first = byte_level_tokenizer().vocab_size - 1
+    path = byte_level_file(
+        tmp_path / "x.gguf",
+        [*((mark, CONTROL) for mark in marks), *others],
+        pre="gpt-4o",
+        arch="gpt-oss",
+        eos_token_id=first,
+        padding_token_id=0,
+    )
+    tokenizer = load_tokenizer(str(path))
+    ends = {tokenizer.id_to_token(token) for token in tokenizer.eos_token_ids}
+    assert ends == ({*marks, "<|endoftext|>"} if len(marks) == 2 else {*marks, "<|end|>"})
+    ids = tokenizer.encode("<|start|>user<|message|>Hi<|end|>")
+    assert tokenizer.id_to_token(ids[0]) == "<|start|>" and tokenizer.id_to_token(ids[-1]) == "<|end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|start|>user<|message|>Hi<|end|>"
+
+
 def test_chat_templates(tmp_path):
     path = byte_level_file(tmp_path / "x.gguf", pre="qwen2", chat_template="{{ messages[0].content }}!")
     assert load_tokenizer(str(path)).apply_chat_template([{"role": "user", "content": "Hi"}]) == "Hi!"
