@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from ..layers.quantized_weight import GROUP, QuantizedWeight
+from ..layers.quantized_weight import E2M1_VALUES, GROUP, QuantizedWeight
+from . import mxfp4
 
 Kind = gguf.GGMLQuantizationType
 
@@ -23,7 +24,7 @@ PLAIN: dict[int, torch.dtype] = {Kind.F32: torch.float32, Kind.F16: torch.float1
 """The types that torch has."""
 _VALUES_AT_ONCE_ON_A_CPU, _VALUES_AT_ONCE_ON_A_GPU = 1 << 18, 1 << 24
 """Values that are dequantised at once: on a CPU few enough for its caches, on a GPU enough to keep it busy."""
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ4_VALUES = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
 """What the 4 bits of IQ4_NL and IQ4_XS stand for."""
 
 
@@ -41,7 +42,10 @@ def needs_a_cpu(kind: int) -> bool:
 
 
 def has_form(kind: int, form: str) -> bool:
-    """Whether weights of the GGML type `kind` can be converted to `form` with exactly the same values."""
+    """Whether weights of the GGML type `kind` can be converted to `form` with exactly the same values.
+
+    Those of MXFP4 can if float16 has their scales.
+    """
     if kind not in _TYPES:
         return False
     if form == "mixed_k":
@@ -49,11 +53,14 @@ def has_form(kind: int, form: str) -> bool:
     return form in ("mixed", _TYPES[kind].form) or (kind, form) in _OTHER_FORMS
 
 
-def quantized(blocks: Blocks, form: str) -> QuantizedWeight:
-    """Convert blocks to a form that they have (`has_form`)."""
+def quantized(blocks: Blocks, form: str) -> QuantizedWeight | None:
+    """Convert blocks to a form that their type has (`has_form`). None: float16 lacks a scale of MXFP4."""
     kind, raw = blocks
     convert = _OTHER_FORMS.get((kind, form), _TYPES[kind].convert)
-    weight = convert(torch.from_numpy(raw.copy()))  # a copy, because the file's mapping is read-only
+    copied = torch.from_numpy(raw.copy())  # because the file's mapping is read-only
+    if kind == Kind.MXFP4 and form in mxfp4.FORMS and not mxfp4.has_forms(copied[..., 1:], copied[..., 0]):
+        return None
+    weight = convert(copied)
     if form == "mixed_k":
         return _mixed_k(weight)
     return _mixed(weight) if form == "mixed" else weight
@@ -99,10 +106,10 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
-def _iq4_values(packed: torch.Tensor) -> torch.Tensor:
-    values, places = torch.tensor(_IQ4_VALUES, dtype=torch.int8, device=packed.device), _nibbles(packed)
+def _values_of_nibbles(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    places = _nibbles(packed)
     # Indexing by brackets would convert the places to 64 bits.
-    return values.index_select(0, places.flatten().int()).view(places.shape)
+    return table.to(packed.device).index_select(0, places.flatten().int()).view(places.shape)
 
 
 def _values_of_5_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -144,15 +151,37 @@ def _q5_1(blocks: torch.Tensor) -> QuantizedWeight:
 
 def _iq4_nl(blocks: torch.Tensor) -> QuantizedWeight:
     """A block: as in `_q4_0`, but the 4 bits stand for `_IQ4_VALUES`."""
-    return QuantizedWeight(_iq4_values(blocks[..., 2:]).flatten(1), _half(blocks, 0), None)
+    return QuantizedWeight(_values_of_nibbles(_IQ4_VALUES, blocks[..., 2:]).flatten(1), _half(blocks, 0), None)
 
 
 def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
     """A block: a float16, the upper 2 bits of 8 scales, their lower 4 bits, then 8 times the values of `_iq4_nl`."""
     scales = _bits(blocks[..., 4:8], 4).mT.flatten(-2) | _bits(blocks[..., 2:4], 2).mT.flatten(-2) << 4
-    values = _iq4_values(blocks[..., 8:].unflatten(-1, (8, 16)))
+    values = _values_of_nibbles(_IQ4_VALUES, blocks[..., 8:].unflatten(-1, (8, 16)))
     float_scales = (scales.view(torch.int8) - 32) * _half(blocks, 0).float()[..., None]
     return QuantizedWeight(values.flatten(1), float_scales.flatten(1), None)
+
+
+def _mxfp4(blocks: torch.Tensor) -> QuantizedWeight:
+    """A block: the exponent of a scale, then as in `_q4_0`, but the 4 bits are a number of e2m1."""
+    return QuantizedWeight(_values_of_nibbles(E2M1_VALUES, blocks[..., 1:]).flatten(1), _mxfp4_scales(blocks), None)
+
+
+def _mxfp4_of_8_bits(blocks: torch.Tensor) -> QuantizedWeight:
+    """The same with scales of float16."""
+    weight = _mxfp4(blocks)
+    return weight._replace(scales=mxfp4.float16_scales(weight.scales))
+
+
+def _mxfp4_of_4_bits(blocks: torch.Tensor) -> QuantizedWeight:
+    """The same with the 4 bits instead of the values."""
+    return QuantizedWeight(_nibbles(blocks[..., 1:]).flatten(1), mxfp4.float16_scales(_mxfp4_scales(blocks)), None)
+
+
+def _mxfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """2^(exponent - 128) of each block: float32, which is subnormal for the first two exponents."""
+    exponents = blocks[..., 0].int()
+    return torch.where(exponents < 2, exponents + 1 << 21, exponents - 1 << 23).view(torch.float32)
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:
@@ -249,6 +278,7 @@ _TYPES: dict[int, _Type] = {
     Kind.Q5_1: _Type(_q5_1, "mixed"),
     Kind.IQ4_NL: _Type(_iq4_nl, "int8"),
     Kind.IQ4_XS: _Type(_iq4_xs, "mixed"),
+    Kind.MXFP4: _Type(_mxfp4, "mixed"),
     Kind.Q2_K: _Type(_q2_k, "mixed_k"),
     Kind.Q3_K: _Type(_q3_k, "q6_k"),
     Kind.Q4_K: _Type(_q4_k, "q4_k"),
@@ -258,4 +288,8 @@ _TYPES: dict[int, _Type] = {
 """The form "mixed" has the values of all these types. A conversion may return fewer scales than that form has."""
 _K_TYPES = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 """The types whose values "mixed_k" has."""
-_OTHER_FORMS: dict[tuple[int, str], _Conversion] = {(Kind.Q4_0, "int4"): _q4_0_of_4_bits}
+_OTHER_FORMS: dict[tuple[int, str], _Conversion] = {
+    (Kind.Q4_0, "int4"): _q4_0_of_4_bits,
+    (Kind.MXFP4, "e2m1"): _mxfp4_of_4_bits,
+    (Kind.MXFP4, "int8"): _mxfp4_of_8_bits,
+}

@@ -118,7 +118,8 @@ class GGUFCheckpoint:
         if not self.has_form(name, form):
             return None
         blocks, within = self._blocks(info, *(region or _all_of(info.shape)))
-        return ggml_types.quantized(blocks, form).with_columns(within).with_rows(self._in_order(name))
+        found = ggml_types.quantized(blocks, form)
+        return None if found is None else found.with_columns(within).with_rows(self._in_order(name))
 
     def _in_order(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function that reorders the rows of whole heads from the file's order to Hugging Face's."""

@@ -32,18 +32,20 @@ def widen(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def quantized_form(blocks: torch.Tensor, scales: torch.Tensor, form: str) -> QuantizedWeight:
     """The matrix in one of FORMS, with the same values if `has_forms`."""
     values = _of_each_byte(_CODES if form == "e2m1" else _PAIRS, blocks).flatten(1)
-    return QuantizedWeight(values, (scales.view(torch.float8_e8m0fnu).float() / 2).half(), None)
+    return QuantizedWeight(values, float16_scales(scales.view(torch.float8_e8m0fnu).float() / 2), None)
+
+
+def float16_scales(exact: torch.Tensor) -> torch.Tensor:
+    """The scales as float16. One that is too large for it is finite, so that a group of zeros stays zero."""
+    return exact.clamp(max=2.0 ** _FLOAT16_EXPONENTS[-1]).half()
 
 
 def has_forms(blocks: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether FORMS have the same values: float16 has half the power of two of each group.
-
-    A group of zeros may have a smaller power, which becomes zero. A larger one becomes infinite.
-    """
+    """Whether FORMS have the same values: float16 has half the power of two of each group that is not zero."""
     first, last = (exponent + 1 + _SCALE_BIAS for exponent in (_FLOAT16_EXPONENTS[0], _FLOAT16_EXPONENTS[-1]))
-    small = scales < first
+    others = (scales < first) | (scales > last)
     # The sign of a zero changes no sum.
-    return not bool((scales > last).any()) and not bool((blocks[small] & 0x77).any())
+    return not bool(others.any()) or not bool((blocks[others] & 0x77).any())
 
 
 def _of_each_byte(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

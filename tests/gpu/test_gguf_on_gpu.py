@@ -13,7 +13,7 @@ from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.gpu
 
-TYPES = (*FACTORS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.F16)
+TYPES = (*FACTORS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4, Kind.F16)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=[kind.name for kind in TYPES])
