@@ -47,24 +47,42 @@ GEMMA3 = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GPT_OSS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.router": "ffn_gate_inp",
+}
+_ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
+GPT_OSS_EXPERTS = {
+    "gate_up_proj": {"gate_proj.weight": _EVEN, "up_proj.weight": _ODD},
+    "gate_up_proj_bias": {"gate_proj.bias": _EVEN, "up_proj.bias": _ODD},
+    "down_proj": {"down_proj.weight": _ALL},
+    "down_proj_bias": {"down_proj.bias": _ALL},
+}
+"""The tensors of transformers, in which rows of gate and up take turns"""
 
 
 def gguf_name(name, arch):
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, index, rest = stem.split(".", 3)
-        stems = HF_TO_GGUF | PHI3 | (GEMMA3 if arch == "gemma3" else {})
+        stems = HF_TO_GGUF | PHI3 | {"gemma3": GEMMA3, "gpt-oss": GPT_OSS}.get(arch, {})
         return f"blk.{index}.{stems[rest]}.{suffix}"
     return f"{HF_TO_GGUF[stem]}.{suffix}"
 
 
-def with_stacked_experts(state):
+def with_stacked_experts(state, arch):
     """The tensors of a model, in which those of all experts have the names and parts of a GGUF file."""
     found = {}
     for name, array in state.items():
         stem, is_experts, last = name.partition(".experts.")
-        if not is_experts:
+        if name.endswith(".sinks"):
+            found[f"{name}.weight"] = array
+        elif not is_experts:
             found[name] = array
+        elif arch == "gpt-oss":
+            rows = array.transpose(0, 2, 1) if array.ndim == 3 else array
+            found |= {f"{stem}.experts.{part}": rows[:, which] for part, which in GPT_OSS_EXPERTS[last].items()}
         elif last == "down_proj":
             found[f"{stem}.experts.down_proj.weight"] = array
         else:
@@ -91,11 +109,13 @@ def random_blocks(shape, kind):
     return blocks.reshape(*shape[:-1], -1)
 
 
-def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=None, keys=None):
+def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=None, keys=None, tokenizer=None):
     """`kind`: of all matrices. `kinds`: of others, by name. `drop`: names that are left out. `beside`: more tensors.
-    `keys`: more numbers in the metadata of the architecture."""
+    `keys`: more numbers in the metadata of the architecture. `tokenizer`: writes a tokenizer with the writer."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), arch)
+    if tokenizer is not None:
+        tokenizer(writer)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -126,6 +146,12 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     if arch == "gemma3":
         writer.add_sliding_window(config.sliding_window)
         tensors = {name: tensor + 1 if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+    if arch == "gpt-oss":
+        writer.add_sliding_window(config.sliding_window)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -139,14 +165,14 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     if rope["rope_type"] == "llama3":
         plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    for name, array in with_stacked_experts(tensors).items():
+    for name, array in with_stacked_experts(tensors, arch).items():
         if arch in ("llama", "smollm3") and "q_proj" in name:
             array = interleave_halves(array, config.num_attention_heads)
         if arch in ("llama", "smollm3") and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
-        is_plain = array.ndim == 1 or name.endswith("mlp.gate.weight")
+        is_plain = array.ndim == 1 or name.endswith(("mlp.gate.weight", "mlp.router.weight", ".bias"))
         used = Kind.F32 if is_plain else (kinds or {}).get(name, kind)
-        raw = random_blocks(array.shape, used) if used in FACTORS else gguf.quantize(array, used)
+        raw = random_blocks(array.shape, used) if used in FACTORS else gguf.quantize(np.ascontiguousarray(array), used)
         writer.add_tensor(gguf_name(name, arch), raw, raw_dtype=used)
     for name, array in (beside or {}).items():
         writer.add_tensor(name, array)

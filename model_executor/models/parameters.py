@@ -270,7 +270,7 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     def with_bias(weight: Parameter, split: Split) -> Iterator[Parameter]:
         yield weight
         if experts is not None and experts.has_biases:
-            biases = tuple(Part(bias_name(part.name), part.shape[:1]) for part in weight.parts)
+            biases = tuple(part._replace(name=bias_name(part.name), shape=part.shape[:1]) for part in weight.parts)
             yield Parameter(bias_name(weight.name), weight.shape[:1], biases, split)
 
     router = _whole(router_name(layer), f"{source}{names.router}.weight", (count, hidden))

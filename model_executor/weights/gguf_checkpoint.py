@@ -46,9 +46,14 @@ _NAMES_OF_ARCHITECTURE = {
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+    },
 }
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
+_BIASES_OF_EXPERTS = "_exps.bias"
 # In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.
 _PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 
@@ -57,7 +62,9 @@ _CPU = torch.device("cpu")
 
 
 class GGUFCheckpoint:
-    """A Checkpoint of a GGUF file. Raises ValueError for a tensor that cannot be dequantised."""
+    """A Checkpoint of a GGUF file. Raises ValueError for a tensor that cannot be dequantised, and for one that is there
+    by two names.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device = _CPU) -> None:
         """`device`: where tensors are dequantised."""
@@ -65,11 +72,14 @@ class GGUFCheckpoint:
         self._file = GGUFFile(config.model_path)
         arch = str(self._file.metadata["general.architecture"])
         stems = _NAMES | _NAMES_OF_ARCHITECTURE.get(arch, {})
-        self._tensors = {
-            _hf_name(tensor.name, stems): _with_rows_of_experts(tensor)
-            for tensor in self._file.tensors
-            if tensor.name not in GGUF_DIVISORS
-        }
+        self._tensors: dict[str, GGUFTensor] = {}
+        for tensor in self._file.tensors:
+            if tensor.name in GGUF_DIVISORS:
+                continue
+            name = _hf_name(tensor.name, stems)
+            if name in self._tensors:
+                raise ValueError(f"tensors {self._tensors[name].name!r} and {tensor.name!r} are both {name}")
+            self._tensors[name] = _with_rows_of_experts(tensor)
         self.names = frozenset(self._tensors)
         permuted = arch in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
@@ -91,7 +101,8 @@ class GGUFCheckpoint:
         The region of a permuted projection consists of whole heads.
         """
         info = self._tensors[name]
-        rows, columns = region if region is not None and len(info.shape) == 2 else _all_of(_as_matrix(info.shape))
+        # A vector is one row.
+        rows, columns = _all_of(_as_matrix(info.shape)) if region is None else (slice(0, 1), *region)[-2:]
         blocks, within = self._blocks(info, rows, columns)
         try:
             found = ggml_types.dequantized(blocks, self._device)
@@ -99,10 +110,8 @@ class GGUFCheckpoint:
             raise ValueError(
                 f"tensor {info.name!r} is quantised as {blocks.kind.name}, which Tercet cannot dequantise"
             ) from None
-        if len(info.shape) == 2:
-            return self._in_order(name)(found[:, within])
-        whole = self._in_order(name)(found.view(info.shape))
-        return whole if region is None else whole[region]
+        found = found[:, within]
+        return self._in_order(name)(found if len(info.shape) == 2 else found.reshape(*info.shape[:-1], -1))
 
     def has_form(self, name: str, form: str) -> bool:
         info = self._tensors[name]
@@ -152,7 +161,9 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _with_rows_of_experts(tensor: GGUFTensor) -> GGUFTensor:
-    """A tensor of the matrices of all experts, as one matrix with the rows of all of them."""
+    """A tensor of the matrices or biases of all experts, as one matrix or vector with the rows of all of them."""
+    if tensor.name.endswith(_BIASES_OF_EXPERTS) and len(tensor.shape) == 2:
+        return tensor._replace(shape=(math.prod(tensor.shape),))
     return tensor._replace(shape=_as_matrix(tensor.shape)) if len(tensor.shape) == 3 else tensor
 
 
@@ -170,6 +181,8 @@ def _hf_name(name: str, stems: Mapping[str, str]) -> str:
     """The Hugging Face name of a tensor. An unknown name is returned unchanged, and later reported as unexpected."""
     if match := _BLOCK_NAME.fullmatch(name):
         block, stem, kind = match.groups()
+        if (stem, kind) == ("attn_sinks", "weight") and stem in stems:
+            return f"model.layers.{block}.{stems[stem]}"
         return f"model.layers.{block}.{stems[stem]}.{kind}" if stem in stems else name
     if match := _GLOBAL_NAME.fullmatch(name):
         stem, kind = match.groups()

@@ -209,6 +209,10 @@ def _is_dequantised_by_a_cpu(config: ModelConfig, device: torch.device) -> bool:
 
 
 def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
+    if config.load_format == "gguf":
+        from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second
+
+        return GGUFCheckpoint(config, device)
     if isinstance(config.quantization, Mxfp4Config) or FAMILIES[config.architecture].stacked_experts:
         assert not isinstance(config.quantization, Fp8Config | IntegerConfig)
         return StackedCheckpoint(config.model_path, config.quantization, device)
@@ -216,11 +220,7 @@ def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
         return Fp8Checkpoint(config.model_path, config.quantization)
     if config.quantization is not None:
         return IntegerCheckpoint(config.model_path, config.quantization, device)
-    if config.load_format != "gguf":
-        return SafetensorsCheckpoint(config.model_path)
-    from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second
-
-    return GGUFCheckpoint(config, device)
+    return SafetensorsCheckpoint(config.model_path)
 
 
 class StoredParameters(Mapping[str, Any]):

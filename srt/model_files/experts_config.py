@@ -93,10 +93,11 @@ def gpt_oss_experts(config: Settings, num_layers: int) -> ExpertsConfig:
     )
 
 
-def gguf_experts(config: Settings, tensors: Collection[str]) -> ExpertsConfig:
-    """The experts of a GGUF file. llama.cpp divides the weights by their sum in both architectures.
+def gguf_experts(config: Settings, tensors: Collection[str], gate: ClampedGate | None) -> ExpertsConfig:
+    """The experts of a GGUF file. llama.cpp divides the weights by their sum in all these architectures.
 
-    `tensors`: the names of the file's tensors.
+    `tensors`: the names of the file's tensors. `gate`: the activation of experts with biases. None: the experts have no
+    biases, and the activation is silu(gate) * up.
     """
     if (name := "blk.0.ffn_gate.0.weight") in tensors:
         raise config.unsupported(
@@ -108,6 +109,8 @@ def gguf_experts(config: Settings, tensors: Collection[str]) -> ExpertsConfig:
         num_experts_per_token=config.integer("expert_used_count"),
         intermediate_size=config.integer("expert_feed_forward_length", config.integer("feed_forward_length")),
         normalized=True,
+        gate=gate,
+        has_biases=gate is not None,
     )
 
 

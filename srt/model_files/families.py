@@ -11,6 +11,7 @@ from .experts_config import (
     GPT_OSS_NAMES,
     MIXTRAL_NAMES,
     QWEN_NAMES,
+    ClampedGate,
     ExpertNames,
     ReadExperts,
     gpt_oss_experts,
@@ -170,13 +171,16 @@ class Family:
     """`ModelConfig.output_norms`"""
     norm_offset: float = 0.0
     """`ModelConfig.norm_offset` of a Hugging Face checkpoint"""
-    gguf_local_windows: bool = False
-    """whether `attention.sliding_window` of a GGUF file is the window of most layers (`local_windows`)"""
+    gguf_window_period: int | None = None
+    """in a GGUF file, one of so many layers does not have the window `attention.sliding_window` (`local_windows`),
+    unless the file gives another number; None: see `gguf_window`"""
     experts: ReadExperts | None = None
     """reads the mixture of experts; None: all feed-forward layers are dense"""
     expert_names: ExpertNames = QWEN_NAMES
     stacked_experts: bool = False
     """whether a checkpoint has one tensor for the matrices of all experts of a layer"""
+    gguf_gate: ClampedGate | None = None
+    """the activation of experts with biases, for which GGUF files have no key; None: as in `gguf_experts`"""
 
 
 _GEMMA3 = Family(
@@ -208,7 +212,7 @@ _GEMMA3 = Family(
     scales_embeddings=True,
     output_norms=True,
     norm_offset=1.0,
-    gguf_local_windows=True,
+    gguf_window_period=6,
 )
 
 _GPT_OSS_ROPE = {
@@ -298,6 +302,8 @@ FAMILIES: dict[str, Family] = {
         experts=gpt_oss_experts,
         expert_names=GPT_OSS_NAMES,
         stacked_experts=True,
+        gguf_window_period=2,
+        gguf_gate=ClampedGate(1.702, 7.0),
     ),
 }
 # GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
@@ -311,8 +317,13 @@ GGUF_ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
-GGUF_ARCHITECTURES_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+GGUF_ARCHITECTURES_WITH_EXPERTS = {
+    "llama": "MixtralForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+}
 """The architectures of files that have experts."""
 
 

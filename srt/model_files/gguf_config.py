@@ -36,9 +36,10 @@ _GGUF_KEYS = (
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor", "tensor_data_layout",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.freq_base_swa", "tensor_data_layout",
     "expert_count", "expert_used_count", "expert_feed_forward_length", "pooling_type", "attention.sliding_window",
-    "attention.sliding_window_pattern", "rope.freq_base_swa",
+    "attention.sliding_window_pattern",
 )  # fmt: skip
 _GGUF_KEYS_FOR_IMAGES = ("vision.", "mm.")
 """What the keys begin with that describe the parts for images of a model that also takes them."""
@@ -92,20 +93,27 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
         if (given := config.integer(key, head_dim)) != head_dim:
             raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
-    window = config.integer("attention.sliding_window", 0, minimum=0)
-    if window and not (family.gguf_window or family.gguf_local_windows):
+    if family.gguf_window_period:
+        window = config.integer("attention.sliding_window")
+    else:
+        window = config.integer("attention.sliding_window", 0, minimum=0)
+    if window and not (family.gguf_window or family.gguf_window_period):
         raise metadata.unsupported(f"{prefix}attention.sliding_window={window} is not supported")
     context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=MAX_LAYERS)
-    rope = rope_from_gguf(config, _rope_divisors(file, tensors, rotary_dim), context_len)
+    rope = rope_from_gguf(config, family, _rope_divisors(file, tensors, rotary_dim), context_len)
     if rotary_dim != head_dim:
         rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
     windows: SlidingWindows = (window or None,) * num_layers
     ropes = layer_ropes(family, config, rope, num_layers)
     scale = head_dim**-0.5
-    if family.gguf_local_windows:
-        if window:
-            windows = local_windows(window, config.integer("attention.sliding_window_pattern", 6), num_layers)
+    if window and family.gguf_window_period:
+        period = config.integer("attention.sliding_window_pattern", family.gguf_window_period)
+        windows = local_windows(window, period, num_layers)
+    if family.has_local_rope:
         ropes = ropes_of_windows(windows, rope, RopeConfig(config.number("rope.freq_base_swa", 10000.0, above=1)))
+    elif (local_theta := config.number("rope.freq_base_swa", rope.theta)) != rope.theta:
+        raise metadata.unsupported(f"{prefix}rope.freq_base_swa={local_theta:g} is not supported")
+    if family.has_query_scalar:
         # GGUF files have no key for the scale. As in llama.cpp, only Gemma 3 27B has another one.
         scale = (hidden_size // num_heads if num_layers == 62 else head_dim) ** -0.5
     special = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
@@ -132,7 +140,7 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        experts=None if family.experts is None else gguf_experts(config, tensors),
+        experts=None if family.experts is None else gguf_experts(config, tensors, family.gguf_gate),
         bos_token_id=_token_id(metadata, "bos"),
         eos_token_ids=tuple(dict.fromkeys(token for token in special if token is not None)),
         dtype=_dtype(tensors[f"{first_projection}.weight"].type),

@@ -211,7 +211,7 @@ class GGUFDivisors(NamedTuple):
     """for longer contexts"""
 
 
-def rope_from_gguf(config: Settings, tensors: GGUFDivisors, context_len: int) -> RopeConfig:
+def rope_from_gguf(config: Settings, family: Family, tensors: GGUFDivisors, context_len: int) -> RopeConfig:
     """Read the config from the keys `rope.*` of a GGUF file, and from its tensors."""
     theta, divisors = config.number("rope.freq_base", _DEFAULT_THETA, above=1), tensors.all
     attention_factor = config.number("rope.scaling.attn_factor", 1.0)
@@ -238,8 +238,16 @@ def rope_from_gguf(config: Settings, tensors: GGUFDivisors, context_len: int) ->
         )
     if kind == "linear":
         return RopeConfig(theta, LinearScaling(factor))
-    original = config.integer("rope.scaling.original_context_length", context_len)
-    return RopeConfig(theta, _yarn_scaling(config, factor, original))
+    scaling = _yarn_scaling(
+        config,
+        factor,
+        config.integer("rope.scaling.original_context_length", context_len),
+        config.number("rope.scaling.yarn_beta_fast", 32.0),
+        config.number("rope.scaling.yarn_beta_slow", 1.0),
+        # GGUF files have no key for this. llama.cpp always truncates, but GPT-OSS was trained without it.
+        truncate=family.defaults.get("rope_parameters", {}).get("truncate", True),
+    )
+    return RopeConfig(theta, scaling)
 
 
 def ropes_of_windows(windows: SlidingWindows, rope: RopeConfig, local_rope: RopeConfig) -> tuple[RopeConfig, ...]:

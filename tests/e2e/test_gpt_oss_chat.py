@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import tokenizers
 import torch
+from gguf_models import write_gguf
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from toy_engine import REAL_SERVER, ServerProcess
 from transformers import AutoModelForCausalLM, GptOssConfig
@@ -34,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type":
 
 
 def learn(folder: Path) -> None:
-    """Saves a model of two layers, and its tokenizer."""
+    """Saves a model of two layers and its tokenizer: for transformers, and as a GGUF file."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -60,13 +62,35 @@ def learn(folder: Path) -> None:
         loss.backward()
         optimizer.step()
     model.save_pretrained(folder)
+    write_gguf(folder / "m.gguf", model, "gpt-oss", tokenizer=lambda writer: add_tokenizer(writer, backend))
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, backend: tokenizers.Tokenizer) -> None:
+    """As llama.cpp writes it: the file names no other end than <|return|>."""
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if token in MARKS else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_eos_token_id(MARKS.index("<|return|>"))
+    writer.add_chat_template(TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt_oss") / "model"
     learn(folder)
-    flags = ["--port", "0", "--max-total-tokens", "4096", "--model-path", str(folder), "--dtype", "float32"]
+    return folder
+
+
+@pytest.fixture(scope="module", params=["", "m.gguf"])
+def server(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[ServerProcess]:
+    path = str(folder / request.param)
+    flags = ["--port", "0", "--max-total-tokens", "4096", "--model-path", path, "--dtype", "float32"]
     flags += ["--reasoning-parser", "gpt-oss", "--tool-call-parser", "gpt-oss"]
     with ServerProcess(tmp_path_factory.mktemp("server"), flags, module=REAL_SERVER) as server:
         yield server.ready()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_models import CONFIG, VARIANTS, make_cpu_runner
-from mxfp4_models import mxfp4_config, save_mxfp4
+from mxfp4_models import mxfp4_config, save_mxfp4, write_mxfp4_gguf
 from runner_driver import RunnerDriver, relative_error, short_logits
 from runners import make_runner, make_settings
 from tiny_models import checkpoint, make_model, reference_logits, save
@@ -103,16 +103,17 @@ def test_float16_with_quantized_weights_is_refused_with_clamped_gates() -> None:
         make_settings(CONFIGS["gpt_oss"], attention_backend="cpu", dtype="float16", quantization="int8")
 
 
+@pytest.mark.parametrize("file", ["", "m.gguf"])
 @pytest.mark.parametrize(
     ("dtype", "quantization", "tolerance"),
     [("float32", None, 1e-4), ("bfloat16", None, 0.06), ("float32", "int8", 0.3)],
 )
-def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: float, tmp_path: Path) -> None:
+def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: float, file: str, tmp_path: Path) -> None:
     """Their matrices keep their numbers: with quantized rows, as integers of 8 bits."""
     if dtype == "bfloat16" and not torch.ops.tercet_cpu.multiplies_bfloat16():
         pytest.skip("this build widens all numbers to float32")
-    model = save_mxfp4(tmp_path)
-    config = load_model_config(tmp_path)
+    model = write_mxfp4_gguf(tmp_path / file) if file else save_mxfp4(tmp_path)
+    config = load_model_config(tmp_path / file)
     options = {"max_total_tokens": 400, "max_running_requests": 6, "attention_backend": "cpu"}
     runner = compiled_runner(make_runner(config, dtype=dtype, quantization=quantization, **options))
     assert {form for name, form in runner.settings.weight_forms.items() if is_expert(name)} == {quantization or "e2m1"}

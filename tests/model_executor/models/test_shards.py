@@ -174,6 +174,14 @@ def test_a_gguf_file_in_two_shards(tmp_path: Path, kind: Kind) -> None:
     compare(config, 2)
 
 
+def test_experts_of_4_bits_in_a_gguf_file_in_two_shards(tmp_path: Path) -> None:
+    """Rows and biases of each expert, and parts of blocks of 32: down_proj has 48 columns on each rank."""
+    model = make_model("gpt_oss")
+    model.resize_token_embeddings(132)
+    kinds = {f"model.layers.1.mlp.experts.{name}_proj.weight": Kind.MXFP4 for name in ("gate", "up", "down")}
+    compare(load_model_config(write_gguf(tmp_path / "m.gguf", model, "gpt-oss", kinds=kinds)), 2)
+
+
 def test_experts_of_a_gguf_file_in_two_shards(tmp_path: Path) -> None:
     model = make_wide_experts()
     model.resize_token_embeddings(132)

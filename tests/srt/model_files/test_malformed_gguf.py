@@ -39,6 +39,8 @@ METADATA = {
     "llama.rope.scaling.factor": (FLOAT32, 2.0),
     "llama.rope.scaling.original_context_length": (UINT32, 32),
     "llama.rope.scaling.finetuned": (BOOL, True),
+    "llama.rope.scaling.yarn_beta_fast": (FLOAT32, 16.0),
+    "llama.rope.scaling.yarn_beta_slow": (FLOAT32, 2.0),
     "llama.expert_count": (UINT32, 4),
     "llama.expert_used_count": (UINT32, 2),
     "llama.expert_feed_forward_length": (UINT32, 16),
@@ -135,6 +137,9 @@ def test_any_gguf_metadata(folder, key, value):
     load_gguf(write_gguf(folder / "m.gguf", METADATA | {key: value}, TENSORS))
     gpt2 = METADATA | {"tokenizer.ggml.model": (STRING, "gpt2")}
     load_gguf(write_gguf(folder / "m.gguf", gpt2 | {key: value}, TENSORS))
+    gpt_oss = METADATA | {"general.architecture": (STRING, "gpt-oss"), "llama.attention.sliding_window": (UINT32, 4)}
+    gpt_oss = {name.replace("llama.", "gpt-oss."): entry for name, entry in (gpt_oss | {key: value}).items()}
+    load_gguf(write_gguf(folder / "m.gguf", gpt_oss, TENSORS))
 
 
 def test_what_is_changed_there_can_be_read(folder):
