@@ -44,7 +44,7 @@ def needs_a_cpu(kind: int) -> bool:
 def has_form(kind: int, form: str) -> bool:
     """Whether weights of the GGML type `kind` can be converted to `form` with exactly the same values.
 
-    Those of MXFP4 can if float16 has their scales.
+    Those of MXFP4 have the forms of mxfp4.py only if float16 has their scales.
     """
     if kind not in _TYPES:
         return False
@@ -181,7 +181,7 @@ def _mxfp4_of_4_bits(blocks: torch.Tensor) -> QuantizedWeight:
 def _mxfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
     """2^(exponent - 128) of each block: float32, which is subnormal for the first two exponents."""
     exponents = blocks[..., 0].int()
-    return torch.where(exponents < 2, exponents + 1 << 21, exponents - 1 << 23).view(torch.float32)
+    return torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23).view(torch.float32)
 
 
 def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:

@@ -111,7 +111,7 @@ class GGUFCheckpoint:
                 f"tensor {info.name!r} is quantised as {blocks.kind.name}, which Tercet cannot dequantise"
             ) from None
         found = found[:, within]
-        return self._in_order(name)(found if len(info.shape) == 2 else found.reshape(*info.shape[:-1], -1))
+        return self._in_order(name)(found if len(info.shape) == 2 else found.reshape(*info.shape[:-1], found.shape[1]))
 
     def has_form(self, name: str, form: str) -> bool:
         info = self._tensors[name]

@@ -93,10 +93,9 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
         if (given := config.integer(key, head_dim)) != head_dim:
             raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
-    if family.gguf_window_period:
-        window = config.integer("attention.sliding_window")
-    else:
-        window = config.integer("attention.sliding_window", 0, minimum=0)
+    # As in llama.cpp, a file of GPT-OSS must have a window, and one of Gemma need not.
+    needs_window = family.gguf_window_period is not None and not family.has_local_rope
+    window = config.integer("attention.sliding_window", None if needs_window else 0, minimum=int(needs_window))
     if window and not (family.gguf_window or family.gguf_window_period):
         raise metadata.unsupported(f"{prefix}attention.sliding_window={window} is not supported")
     context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=MAX_LAYERS)

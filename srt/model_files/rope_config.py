@@ -245,7 +245,7 @@ def rope_from_gguf(config: Settings, family: Family, tensors: GGUFDivisors, cont
         config.number("rope.scaling.yarn_beta_fast", 32.0),
         config.number("rope.scaling.yarn_beta_slow", 1.0),
         # GGUF files have no key for this. llama.cpp always truncates, but GPT-OSS was trained without it.
-        truncate=family.defaults.get("rope_parameters", {}).get("truncate", True),
+        truncate=family.default_rope.get("truncate", True),
     )
     return RopeConfig(theta, scaling)
 
