@@ -94,7 +94,7 @@ def _table(settings: RunnerSettings) -> SlotTable:
     rows, context_len = settings.max_running_requests, settings.context_len
     try:
         return SlotTable(rows, context_len, settings.device)
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (OSError, torch.OutOfMemoryError) as error:
         raise ValueError(
             f"no memory for a table of --max-running-requests {rows} times --context-length {context_len} positions; "
             "lower one of them"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...srt.machine.huge_pages import zeroed
 from ..step import Int32Array, StepInputs, TableUpdate
 
 
@@ -17,8 +19,8 @@ class SlotTable:
     def __init__(self, num_rows: int, context_len: int, device: torch.device) -> None:
         shape = num_rows + 1, context_len
         if device.type == "cpu":
-            # np.zeros takes memory only where it is written: an unused row costs none. torch.zeros writes all.
-            self.tensor = torch.from_numpy(np.zeros(shape, np.int32))
+            # An unused row costs no memory. torch.zeros writes all, as does np.zeros on freed memory of the heap.
+            self.tensor = torch.from_numpy(zeroed(4 * math.prod(shape)).view(np.int32).reshape(shape))
         else:
             self.tensor = torch.zeros(shape, dtype=torch.int32, device=device)
         self._flat = self.tensor.view(-1)
