@@ -96,8 +96,8 @@ def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:
     """Round a weight [n, k] of any floating dtype to `form`, "int8", "int4" or "e2m1".
 
     Each value becomes the nearest step of its group's scale. With int8 the steps reach the largest magnitude of the
-    group, with int4 its minimum and maximum. Rounded to e2m1 are only random weights, and weights of MXFP4 in a GGUF
-    file with scales that float16 does not have.
+    group, with int4 its minimum and maximum. Only two kinds of weights are rounded to e2m1: random ones, and those of
+    MXFP4 in a GGUF file whose scales float16 does not have.
     """
     return stacked(_quantize(rows.float().unflatten(1, (-1, GROUP)), form) for rows in weight.split(_CHUNK_ROWS))
 

@@ -172,8 +172,8 @@ class Family:
     norm_offset: float = 0.0
     """`ModelConfig.norm_offset` of a Hugging Face checkpoint"""
     gguf_window_period: int | None = None
-    """in a GGUF file, one of so many layers does not have the window `attention.sliding_window` (`local_windows`),
-    unless the file gives another number; None: see `gguf_window`"""
+    """The period of the layers without a window in a GGUF file that names no period (`local_windows`). None: see
+    `gguf_window`."""
     experts: ReadExperts | None = None
     """reads the mixture of experts; None: all feed-forward layers are dense"""
     expert_names: ExpertNames = QWEN_NAMES
@@ -293,11 +293,7 @@ FAMILIES: dict[str, Family] = {
         default_head_dim=64,
         default_rms_norm_eps=1e-5,
         default_rope_theta=150000.0,
-        defaults={
-            "num_key_value_heads": 8,
-            "attention_bias": True,
-            "sliding_window": 128,
-        },
+        defaults={"num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
         default_rope=_GPT_OSS_ROPE,
         experts=gpt_oss_experts,
         expert_names=GPT_OSS_NAMES,
