@@ -16,7 +16,7 @@ from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
 from tercet.model_executor.kernels.decode_start import decode_start
 from tercet.model_executor.kernels.logit_edits import EditTables
-from tercet.model_executor.kernels.rmsnorm import rmsnorm
+from tercet.model_executor.kernels.rmsnorm import add_rmsnorm, qk_rmsnorm, rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.kernels.sampling import choose_tokens
 from tercet.model_executor.kernels.sampling_layout import Column, Field
@@ -105,6 +105,17 @@ def norm(width: int, dtype: torch.dtype, fused: bool, weight_dtype: torch.dtype 
     rmsnorm(x, meta(width, dtype=weight_dtype or dtype), 1e-5, meta(TOKENS, width, dtype=dtype) if fused else None)
 
 
+def added_norm(width: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    add_rmsnorm(
+        meta(TOKENS, width, dtype=dtype), meta(width, dtype=weight_dtype), 1e-5, meta(TOKENS, width, dtype=dtype)
+    )
+
+
+def row_norms(q_size: int, k_size: int, dtype: torch.dtype) -> None:
+    weights = meta(q_size, dtype=dtype), meta(k_size, dtype=dtype)
+    qk_rmsnorm(meta(TOKENS, q_size + 2 * k_size, dtype=dtype), *weights, 1e-5)
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "split_map": lambda: split_map(meta(BATCH), meta(BATCH), 256, CONTEXT),
     "split_map-mixed": lambda: split_map(meta(512), meta(512), 256, CONTEXT, meta(513)),
@@ -127,6 +138,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
     "rmsnorm-2560-fused-fp32": lambda: norm(2560, BF16, True, F32),
+    "add_rmsnorm-4096": lambda: added_norm(4096, BF16, BF16),
+    "add_rmsnorm-2560-fp32": lambda: added_norm(2560, BF16, F32),
+    "qk_rmsnorm-5120-1024": lambda: row_norms(5120, 1024, BF16),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
     "gelu-10240": lambda: act_and_mul(meta(TOKENS, 2 * 10240, dtype=BF16), "gelu_tanh"),
     "decode_start-4096x128": lambda: start(4096, 128),
@@ -156,7 +170,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     call: partial(launches_of, call)
     for call in (
         "split_map", "store-8x128-fp8", "rotary-16x8x128-norm-store", "rmsnorm-4096-fused", "silu-14336",
-        "gelu-10240",
+        "gelu-10240", "add_rmsnorm-4096", "qk_rmsnorm-5120-1024",
         "decode_start-4096x128", "argmax-151936", "token_logprobs-151936", "skinny-2048x8192-gated", "sample-128256",
     )
 }  # fmt: skip
@@ -164,8 +178,8 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
 
 
 _READ_MUCH = {
-    "_store_kv_kernel", "_rotary_kernel", "_rmsnorm_kernel", "_act_and_mul_kernel", "_argmax_chunk_kernel",
-    "_chunk_kernel", "_edit_kernel", "_weigh_kernel",
+    "_store_kv_kernel", "_rotary_kernel", "_rmsnorm_kernel", "_add_rmsnorm_kernel", "_qk_rmsnorm_kernel",
+    "_act_and_mul_kernel", "_argmax_chunk_kernel", "_chunk_kernel", "_edit_kernel", "_weigh_kernel",
 }  # fmt: skip
 """Kernels that take as long as their reading of activations or logits."""
 

@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -106,6 +107,10 @@ CONFIGS = {
     ),
     "qwen3_moe_all": lambda: Qwen3MoeConfig(
         **BASE, head_dim=16, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "olmo2": lambda: Olmo2Config(**BASE),
+    "olmo2_scaled": lambda: Olmo2Config(
+        **BASE | {"num_key_value_heads": 1}, attention_bias=True, tie_word_embeddings=True, rope_parameters=YARN
     ),
     "gemma3": lambda: Gemma3TextConfig(**GEMMA),
     "gemma3_default": lambda: Gemma3TextConfig(

@@ -21,7 +21,7 @@ TOY = ModelConfig(
     context_len=64,
     tie_word_embeddings=True,
 )
-TOY_QWEN = dataclasses.replace(TOY, architecture="Qwen3ForCausalLM", qk_norm=True, tie_word_embeddings=False)
+TOY_QWEN = dataclasses.replace(TOY, architecture="Qwen3ForCausalLM", qk_norm="heads", tie_word_embeddings=False)
 
 
 def make_toy_runner(config: ModelConfig = TOY, **settings) -> ModelRunner:

@@ -61,11 +61,13 @@ inline void rotate_and_store_op(
   check(slots, "slots", at::kLong, {tokens});
   check(cos_sin, "cos_sin", at::kFloat, {num_positions, dim});
   TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "a norm of queries without one of keys, or the reverse");
-  if (q_norm) check(*q_norm, "q_norm", at::kFloat, {dim});
-  if (k_norm) check(*k_norm, "k_norm", at::kFloat, {dim});
+  const bool norms_rows = q_norm && q_norm->numel() != dim;
+  if (q_norm) check(*q_norm, "q_norm", at::kFloat, {norms_rows ? heads * dim : dim});
+  if (k_norm) check(*k_norm, "k_norm", at::kFloat, {norms_rows ? kv_heads * dim : dim});
   const auto call = [&]<typename T>(T, const auto&... panels) {
     const Heads<T> shape{
-        heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<float>(q_norm), data_or_null<float>(k_norm), eps};
+        heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<float>(q_norm), data_or_null<float>(k_norm),
+        norms_rows, eps};
     run_or_record(
         tokens,
         [=,

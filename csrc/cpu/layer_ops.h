@@ -368,4 +368,19 @@ inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, con
   return out;
 }
 
+inline void add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  const int64_t rows = x.size(0), n = x.size(1);
+  check(x, "x", x.scalar_type(), {rows, n});
+  check(residual, "residual", x.scalar_type(), {rows, n});
+  check(weight, "weight", at::kFloat, {n});
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    run_or_record(
+        rows,
+        [=,
+         x = x.const_data_ptr<scalar_t>(),
+         residual = residual.data_ptr<scalar_t>(),
+         weight = weight.const_data_ptr<float>()](int64_t rows) { add_rms_norm(x, residual, weight, eps, rows, n); });
+  });
+}
+
 }  // namespace tercet

@@ -20,6 +20,17 @@ inline float inverse_rms(float squares, int64_t n, double eps) {
   return 1.f / std::sqrt(squares / n + static_cast<float>(eps));
 }
 
+/// 1 / rms of the n numbers of x.
+template <typename T>
+float inverse_rms_of(const T* x, int64_t n, double eps) {
+  FloatPair squares{Vec(0.f), Vec(0.f)};
+  for (int64_t i = 0; i < n; i += kPanel) {
+    const FloatPair value = load_pair(x + i, n - i);
+    squares = squares + value * value;
+  }
+  return inverse_rms(sum_of(squares.left + squares.right), n, eps);
+}
+
 /// out = norm(x) * weight. With a residual: residual += x, out = norm(residual) * weight. All are [rows, n].
 template <typename T>
 void rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t rows, int64_t n, T* out) {
@@ -45,6 +56,23 @@ void rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t 
       const Vec scale(inverse_rms(sum_of(squares.left + squares.right), n, eps));
       for (int64_t i = 0; i < n; i += kPanel)
         store_pair(out + row * n + i, load_pair(source + i, n - i) * scale * load_pair(weight + i, n - i), n - i);
+    }
+  });
+}
+
+/// residual += norm(x) * weight, rounded once. x and the residual are [rows, n].
+template <typename T>
+void add_rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t rows, int64_t n) {
+  for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) {
+      const T* source = x + row * n;
+      T* sum = residual + row * n;
+      if (row + 1 < end) prefetch_to_write(sum + n, n);  // other cores wrote it
+      const Vec scale(inverse_rms_of(source, n, eps));
+      for (int64_t i = 0; i < n; i += kPanel) {
+        const FloatPair normed = load_pair(source + i, n - i) * scale * load_pair(weight + i, n - i);
+        store_pair(sum + i, load_pair(sum + i, n - i) + normed, n - i);
+      }
     }
   });
 }

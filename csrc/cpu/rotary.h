@@ -11,28 +11,23 @@ struct Heads {
   int64_t heads, kv_heads, head_dim;
   /// [context, head_dim]: the cosines of a position's angles, then the sines
   const float* cos_sin;
-  /// [head_dim] each: weights of an RMSNorm of every head (Qwen 3); nullptr: no norm
+  /// weights of an RMSNorm; nullptr: no norm
   const float* q_norm;
   const float* k_norm;
+  /// Whether a norm is that of all query heads, or all key heads, of a token (OLMo 2), and has a weight for each of
+  /// their numbers. Otherwise it is that of each head (Qwen 3), and all heads have the same weights.
+  bool norms_rows;
   double eps;
 
   /// Numbers of a token: its queries, keys and values.
   int64_t row_size() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
-/// Normalises one head in place, if `norm` is given, and rotates it: component i rotates with component i + dim / 2.
+/// Rotates one head in place: component i rotates with component i + dim / 2. Before, multiplies it by `scale` and
+/// `norm`, if `norm` is given.
 template <typename T>
-void rotate_head(T* x, const float* norm, const float* cos_sin, int64_t dim, double eps) {
+void rotate_head(T* x, const float* norm, Vec scale, const float* cos_sin, int64_t dim) {
   const int64_t half = dim / 2;
-  Vec scale(1.f);
-  if (norm) {
-    FloatPair squares{Vec(0.f), Vec(0.f)};
-    for (int64_t i = 0; i < dim; i += kPanel) {
-      const FloatPair value = load_pair(x + i, dim - i);
-      squares = squares + value * value;
-    }
-    scale = Vec(inverse_rms(sum_of(squares.left + squares.right), dim, eps));
-  }
   for (int64_t i = 0; i < half; i += kPanel) {
     const int64_t count = half - i;
     const auto load = [&](int64_t at) {
@@ -46,11 +41,22 @@ void rotate_head(T* x, const float* norm, const float* cos_sin, int64_t dim, dou
   }
 }
 
+/// Normalises the queries or the keys of a token in place, if `norm` is given, and rotates them.
+template <typename T>
+void rotate_heads(T* x, int64_t heads, const float* norm, const float* cos_sin, const Heads<T>& h) {
+  const int64_t size = heads * h.head_dim, size_of_norm = h.norms_rows ? size : h.head_dim;
+  for (T* end = x + size; x < end; x += size_of_norm) {
+    const Vec scale(norm ? inverse_rms_of(x, size_of_norm, h.eps) : 1.f);
+    for (int64_t i = 0; i < size_of_norm; i += h.head_dim)
+      rotate_head(x + i, norm ? norm + i : nullptr, scale, cos_sin, h.head_dim);
+  }
+}
+
 /// Rotates the queries and keys of a row of qkv in place.
 template <typename T>
 void rotate_row(T* row, const float* cos_sin, const Heads<T>& h) {
-  for (int64_t head = 0; head < h.heads + h.kv_heads; ++head, row += h.head_dim)
-    rotate_head(row, head < h.heads ? h.q_norm : h.k_norm, cos_sin, h.head_dim, h.eps);
+  rotate_heads(row, h.heads, h.q_norm, cos_sin, h);
+  rotate_heads(row + h.heads * h.head_dim, h.kv_heads, h.k_norm, cos_sin, h);
 }
 
 /// Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls

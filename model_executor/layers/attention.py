@@ -1,4 +1,4 @@
-"""The attention layer in plain torch: norm of heads, rotary embedding, then the attention backend."""
+"""The attention layer in plain torch: norm of queries and keys, rotary embedding, then the attention backend."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import torch
 
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
-from .layernorm import HeadNorm
+from .layernorm import HeadNorm, RowNorm
 from .rotary import CosSin, rotate
 
 
 class QKNorm(NamedTuple):
-    """The norm of query and key heads (Qwen 3). The weights have shape [head_dim]."""
+    """The norm of queries and keys: of each head (Qwen 3), or of all heads of a token together (OLMo 2).
+
+    The weights have shape [head_dim], or [heads * head_dim] and [kv_heads * head_dim].
+    """
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     eps: float
+
+    def is_of_rows(self, head_dim: int) -> bool:
+        """Whether it is the norm of all heads together. A single head is normalised alike in both ways."""
+        return len(self.q_weight) != head_dim
 
 
 class Attention:
@@ -31,8 +38,10 @@ class Attention:
         self.layer_id = layer_id
         self.backend = backend
         self.num_heads, self.num_kv_heads, self.head_dim = backend.num_heads, backend.num_kv_heads, backend.head_dim
-        self._norm = None
-        if qk_norm is not None:
+        self._norm: HeadNorm | RowNorm | None = None
+        if qk_norm is not None and qk_norm.is_of_rows(self.head_dim):
+            self._norm = RowNorm(*qk_norm)
+        elif qk_norm is not None:
             self._norm = HeadNorm(qk_norm.q_weight, qk_norm.k_weight, self.num_heads, self.num_kv_heads, qk_norm.eps)
 
     def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:

@@ -35,6 +35,9 @@ class CpuRMSNorm(RMSNorm):
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return _ops.rms_norm(x, residual, self.weight, self.eps)
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        _ops.add_rms_norm(x, residual, self.weight, self.eps)
+
 
 class CpuLinear:
     """`Linear` on packed weights. `to_float`: the result is float32 for every type of x.
@@ -192,7 +195,7 @@ class CpuRotary:
 
 
 class CpuAttention:
-    """`Attention` whose norm of heads, rotation and store of K and V are one operation."""
+    """`Attention` whose norm of queries and keys, rotation and store of K and V are one operation."""
 
     def __init__(
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None

@@ -20,13 +20,13 @@ from .kinds import AttentionLayer
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .output_head import OutputHead, PlainHead
-from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, Pending, Stream, SummedLayer
+from .residual import BeforeSum, Layer, NormedLayer, Pending, Stream, StreamLayer, SummedLayer
 from .rotary import CosSin
 from .triton_layers import TritonAttention, TritonLayers
 
 
 class FusedNormedLayer(NormedLayer):
-    """The AfterNorm that is one kernel for few tokens."""
+    """The StreamLayer that is one kernel for few tokens."""
 
     def __init__(self, norm: RMSNorm, layer: Linear | GatedLinear, *, dependent: bool = False) -> None:
         super().__init__(norm, layer)
@@ -110,9 +110,8 @@ class FusedTritonAttention(TritonAttention):
     def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
         if not self._triton.can_fuse(batch, qkv.dtype):
             return super().__call__(qkv, cos_sin, batch)
-        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         return self._triton.attend_fused(
-            qkv, *cos_sin, self.layer_id, batch, self.sinks, dependent=self._dependent, **self._norm
+            self._heads(qkv), *cos_sin, self.layer_id, batch, self.sinks, dependent=self._dependent, **self._norm
         )
 
 
@@ -132,7 +131,7 @@ class FusedTritonLayers(TritonLayers):
         assert isinstance(backend, TritonAttentionBackend)
         return FusedTritonAttention(layer_id, backend, qk_norm, sinks, dependent=self._dependent)
 
-    def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
+    def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
         if isinstance(layer, Linear) or (isinstance(layer, GatedLinear) and layer.activation == "silu"):
             return FusedNormedLayer(norm, layer, dependent=self._dependent)
         return super().after_norm(norm, layer)

@@ -22,7 +22,7 @@ from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .output_head import OutputHead, PlainHead
-from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, SummedLayer
+from .residual import BeforeSum, Layer, NormedLayer, StreamLayer, SummedLayer
 from .rotary import Rotaries, RotaryEmbedding
 
 
@@ -70,7 +70,7 @@ class LayerKinds(Protocol):
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
 
-    def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
+    def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
         """Join a norm and the layer after it. `layer`: made by `linear`, `gated_linear` or `experts`."""
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
@@ -132,7 +132,7 @@ class TorchLayers:
             return Expert(self.gated_linear(weights.gate_up, weights.gate_up_bias, "silu"), down)
         return Expert(GatedLinear(weights.gate_up, weights.gate_up_bias, gate), down)
 
-    def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
+    def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
         return NormedLayer(norm, layer)
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:

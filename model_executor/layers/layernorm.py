@@ -23,6 +23,10 @@ class RMSNorm:
             return F.rms_norm(x, self._shape, self.weight, self.eps)
         return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """Normalise x and add the result to the residual ([T, n], contiguous) in place."""
+        residual.add_(self(x))
+
 
 class HeadNorm:
     """RMSNorm over head_dim of all query and key heads at once (Qwen 3): x [T, heads + kv_heads, head_dim].
@@ -38,3 +42,18 @@ class HeadNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights = torch.cat(self._weights)
         return (F.rms_norm(x.to(weights.dtype), self._shape, None, self.eps) * weights).to(x.dtype)
+
+
+class RowNorm:
+    """RMSNorm of the query heads of a token together, and of its key heads (OLMo 2): x [T, heads + kv_heads, head_dim].
+
+    The weights have the shapes [heads * head_dim] and [kv_heads * head_dim].
+    """
+
+    def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> None:
+        self._norms = RMSNorm(q_weight, eps), RMSNorm(k_weight, eps)
+        self._sizes = len(q_weight), len(k_weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.flatten(1).split(self._sizes, 1)
+        return torch.cat([norm(part) for norm, part in zip(self._norms, parts, strict=True)], 1).view(x.shape)

@@ -1,8 +1,8 @@
 """Layers joined with their neighbours in the residual stream: the norm before a layer, or the sum after it.
 
 The residual stream is a tensor `residual`, [T, hidden], and a tensor `pending`, [T, hidden], that is still to be added
-to it. A layer of few rows may add its result itself. Then it leaves ScaledRows as `pending`, prepared for the next
-norm. Either may be None: the first layer has no residual, and a step without sampled tokens leaves nothing pending.
+to it. Some layers add their result themselves, and leave None as `pending`. A layer of few rows may leave ScaledRows,
+which are prepared for the next norm. The first layer has no residual.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..forward_batch import ForwardBatch
 from ..kernels.scaled_rows import ScaledRows
 from .layernorm import RMSNorm
 
-Pending = torch.Tensor | ScaledRows
+Pending = torch.Tensor | ScaledRows | None
 
 
 class Stream(NamedTuple):
     """The residual stream of T tokens. Whatever normalises it also adds `pending` to `residual`, in place."""
 
-    pending: Pending | None
+    pending: Pending
     residual: torch.Tensor | None
 
 
@@ -35,13 +35,13 @@ class Layer(Protocol):
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None, /) -> torch.Tensor: ...
 
 
-class AfterNorm(Protocol):
-    """A norm and the layer after it."""
+class StreamLayer(Protocol):
+    """A layer of the residual stream, after a norm of the stream if it has one."""
 
     def __call__(
         self, pending: Pending, residual: torch.Tensor | None, batch: ForwardBatch | None, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `pending` to the residual in place, and compute the layer of its norm: the layer's output, residual.
+        """Add `pending` to the residual in place, and compute the layer: its output, residual.
 
         Without a residual, `pending` becomes the residual.
         """
@@ -51,11 +51,11 @@ class BeforeSum(Protocol):
     """A layer whose output is added to the residual."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None, /) -> Pending:
-        """Compute the layer. Returns what is to be added to the residual; ScaledRows: it has been added in place."""
+        """Compute the layer. Returns what is still to be added to the residual, or has added it in place."""
 
 
 class NormedLayer:
-    """The AfterNorm that calls a norm and then a layer."""
+    """The StreamLayer that calls a norm and then a layer."""
 
     def __init__(self, norm: RMSNorm, layer: Layer) -> None:
         self._norm = norm
@@ -68,15 +68,30 @@ class NormedLayer:
         return self._layer(normed, batch), residual
 
 
-class LayerThenNorm:
-    """A layer whose output is normalised: x [T, in] -> norm(layer(x)) [T, out]."""
+class UnnormedLayer:
+    """The StreamLayer without a norm, which follows a NormedSum or the embedding."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    def __call__(
+        self, pending: Pending, residual: torch.Tensor | None, batch: ForwardBatch | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = pending if residual is None else residual
+        assert isinstance(stream, torch.Tensor) and (pending is None or residual is None)
+        return self._layer(stream, batch), stream
+
+
+class NormedSum:
+    """The BeforeSum that adds the norm of the layer's output: residual += norm(layer(x))."""
 
     def __init__(self, layer: Layer, norm: RMSNorm) -> None:
         self._layer = layer
         self._norm = norm
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return self._norm(self._layer(x, batch))
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None) -> Pending:
+        self._norm.add_to(residual, self._layer(x, batch))
+        return None
 
 
 class SummedLayer:
@@ -90,7 +105,7 @@ class SummedLayer:
 
 
 def add_and_normalise(
-    norm: RMSNorm, pending: Pending | None, residual: torch.Tensor | None
+    norm: RMSNorm, pending: Pending, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `pending` to the residual in place and normalise the sum. Returns the norm and the residual."""
     if residual is None:

@@ -15,7 +15,7 @@ from ..forward_batch import ForwardBatch
 from ..kernels.activation import act_and_mul
 from ..kernels.decode_start import decode_start
 from ..kernels.experts import expert_weight_tables, experts_forward
-from ..kernels.rmsnorm import rmsnorm
+from ..kernels.rmsnorm import add_rmsnorm, qk_rmsnorm, rmsnorm
 from ..kernels.rotary import rotary
 from .attention import QKNorm
 from .decode_start import DecodeStart, StartDecode
@@ -34,6 +34,9 @@ class TritonRMSNorm(RMSNorm):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return rmsnorm(x, self.weight, self.eps, residual)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        add_rmsnorm(x, self.weight, self.eps, residual)
 
 
 class RotaryTable:
@@ -82,7 +85,10 @@ class TritonStart:
 
 
 class TritonAttention:
-    """`Attention` whose norm of heads, rotation and store of K and V are one kernel."""
+    """`Attention` whose norm of heads, rotation and store of K and V are one kernel.
+
+    A norm of all heads together is a kernel of its own, before that.
+    """
 
     def __init__(
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
@@ -91,10 +97,18 @@ class TritonAttention:
         self.layer_id = layer_id
         self.backend = backend
         self.num_heads, self.num_kv_heads, self.head_dim = backend.num_heads, backend.num_kv_heads, backend.head_dim
-        self._norm = {} if qk_norm is None else qk_norm._asdict()
+        of_rows = qk_norm is not None and qk_norm.is_of_rows(self.head_dim)
+        self._row_norm = qk_norm if of_rows else None
+        self._norm = {} if qk_norm is None or of_rows else qk_norm._asdict()
+
+    def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The heads of the projection, after a norm of all of them together: [T, heads + 2 * kv_heads, head_dim]."""
+        if self._row_norm is not None:
+            qk_rmsnorm(qkv, *self._row_norm)
+        return qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
     def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
-        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        qkv = self._heads(qkv)
         pool = self.backend.kv_pool
         rotary(
             qkv, self.num_heads, self.num_kv_heads, *cos_sin, **self._norm, slots=batch.out_cache_loc,

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3 and GPT-OSS.
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3, OLMo 2 and GPT-OSS.
 
 Their differences are fields of ModelConfig. One of them needs no operation: Gemma multiplies embeddings by a constant.
 Here the residual stream is divided by it instead, so the embeddings stay as they are. What is added to the residual
@@ -23,7 +23,7 @@ from ..layers.attention import QKNorm
 from ..layers.experts import ExpertWeights, RouterWeights
 from ..layers.kinds import Layer, LayerKinds, is_compiled
 from ..layers.layernorm import RMSNorm
-from ..layers.residual import AfterNorm, BeforeSum, LayerThenNorm, Pending, Stream, SummedLayer
+from ..layers.residual import BeforeSum, NormedSum, Pending, Stream, StreamLayer, UnnormedLayer
 from .family import ModelFamily, Parameters
 from .parameters import bias_name, decoder_parameters, expert_names, router_name, sinks_name
 
@@ -56,12 +56,12 @@ class _StoredExperts(Sequence[ExpertWeights]):
 
 
 class DecoderLayer:
-    """One layer: residual += attention(norm(residual)), then residual += feed_forward(norm(residual)).
+    """One layer: residual += attention(residual), then residual += feed_forward(residual).
 
-    With `output_norms`, both outputs are normalised before they are added.
+    With `input_norms`, the inputs of both are normalised, with `output_norms`, the outputs are.
 
-    Each sum is computed by the next norm, in the same pass: that of the next layer, or the final norm. Layers for few
-    tokens may compute it themselves (layers/residual.py).
+    The norm of an output also computes the sum. Without it, the next norm does, in the same pass: that of the next
+    layer, or the final norm. Layers for few tokens may compute the sum themselves (layers/residual.py).
     """
 
     def __init__(
@@ -71,19 +71,26 @@ class DecoderLayer:
         params: Parameters,
         backend: AttentionBackend,
         layers: LayerKinds,
-        input_norm: RMSNorm,
-        next_norm: RMSNorm,
+        input_norm: RMSNorm | None,
+        next_norm: RMSNorm | None,
     ) -> None:
-        """`input_norm`: this layer's first norm. `next_norm`: that of the next layer, or the last one of the model."""
+        """`input_norm`: that of this layer's attention. `next_norm`: that of the next layer, or the last of the model.
+
+        None: there is none.
+        """
 
         def weights(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
             return params[f"{prefix}{name}.weight"], params.get(f"{prefix}{name}.bias")
 
-        def before_sum(layer: Layer, output_norm: str, next_norm: RMSNorm) -> BeforeSum:
-            if not config.output_norms:
-                return layers.before_sum(layer, next_norm)
-            norm = layers.norm(params[f"{prefix}{output_norm}.weight"], config.rms_norm_eps)
-            return SummedLayer(LayerThenNorm(layer, norm))
+        def of_stream(norm: RMSNorm | None, layer: Layer) -> StreamLayer:
+            return UnnormedLayer(layer) if norm is None else layers.after_norm(norm, layer)
+
+        def before_sum(layer: Layer, output_norm: str, next_norm: RMSNorm | None) -> BeforeSum:
+            if config.output_norms:
+                norm = layers.norm(params[f"{prefix}{output_norm}.weight"], config.rms_norm_eps)
+                return NormedSum(layer, norm)
+            assert next_norm is not None
+            return layers.before_sum(layer, next_norm)
 
         prefix = f"layers.{layer_id}."
         qk_norm = None
@@ -94,21 +101,21 @@ class DecoderLayer:
         self.rope = _distinct_ropes(config).index(config.ropes[layer_id])
         self.attention = layers.attention(layer_id, backend, qk_norm, params.get(sinks_name(layer_id)))
         self.o_proj = layers.linear(*weights("o_proj"))
-        self.post_attention_norm = layers.norm(params[f"{prefix}post_attention_norm.weight"], config.residual_norm_eps)
-        self._normed_qkv = layers.after_norm(self.input_norm, self.qkv_proj)
+        self.post_attention_norm = _input_norm(config, params, f"{prefix}post_attention_norm.weight", layers)
+        self._normed_qkv = of_stream(self.input_norm, self.qkv_proj)
         self._summed_o = before_sum(self.o_proj, "attention_output_norm", self.post_attention_norm)
-        self._normed_experts: AfterNorm | None = None
+        self._normed_experts: StreamLayer | None = None
         if config.is_sparse(layer_id):
             assert config.experts is not None
             stored = _StoredExperts(params, layer_id, config.experts.num_experts)
             name = router_name(layer_id)
             router = RouterWeights(params[name], params.get(bias_name(name)))
             self.experts = layers.experts(router, stored, config.experts)
-            self._normed_experts = layers.after_norm(self.post_attention_norm, self.experts)
+            self._normed_experts = of_stream(self.post_attention_norm, self.experts)
             return
         self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"), config.hidden_act)
         self.down_proj = layers.linear(*weights("down_proj"))
-        self._normed_gate_up = layers.after_norm(self.post_attention_norm, self.gate_up_proj)
+        self._normed_gate_up = of_stream(self.post_attention_norm, self.gate_up_proj)
         self._summed_down = before_sum(self.down_proj, "feed_forward_output_norm", next_norm)
 
     def attend(
@@ -116,7 +123,8 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
 
-        x, residual: [T, hidden] each. The first layer has no residual: x becomes it. x as ScaledRows has been added.
+        x, residual: [T, hidden] each. The first layer has no residual: x becomes it. None or ScaledRows as x has been
+        added.
         """
         qkv, residual = self._normed_qkv(x, residual, batch)
         return self.attention(qkv, rotations[self.rope], batch), residual
@@ -124,7 +132,7 @@ class DecoderLayer:
     def feed_forward(self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Pending:
         """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
 
-        The caller adds the result to the residual, unless the result is ScaledRows.
+        The caller adds the result to the residual, unless it is None or ScaledRows.
         """
         pending = self._summed_o(attention_out, residual, batch)
         if self._normed_experts is not None:
@@ -150,7 +158,7 @@ class Decoder:
         ropes = [rope.for_context(context_len) for rope in _distinct_ropes(config)]
         self.rotary = layers.rotary(ropes, config.head_dim, context_len, self.norm.weight.device)
         names = [f"layers.{index}.input_norm.weight" for index in range(config.num_layers)]
-        norms = [*(layers.norm(params[name], config.residual_norm_eps) for name in names), self.norm]
+        norms = [*(_input_norm(config, params, name, layers) for name in names), self.norm]
         self.layers = [
             DecoderLayer(config, index, params, backend, layers, *pair) for index, pair in enumerate(pairwise(norms))
         ]
@@ -180,6 +188,11 @@ class Decoder:
                     return Stream(None, residual)
             pending = layer.feed_forward(attention_out, residual, batch)
         return Stream(pending, residual)
+
+
+def _input_norm(config: ModelConfig, params: Parameters, name: str, layers: LayerKinds) -> RMSNorm | None:
+    """The norm of the residual before a layer, if the model has such norms."""
+    return layers.norm(params[name], config.residual_norm_eps) if config.input_norms else None
 
 
 def _distinct_ropes(config: ModelConfig) -> list[RopeConfig]:

@@ -131,6 +131,10 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
     """Raise ValueError unless there is such a rank, and the ranks can divide the model equally."""
     if not 0 <= shard.rank < shard.size:
         raise ValueError(f"rank must be in [0, {shard.size}) with {shard.size} ranks, got {shard.rank}")
+    if shard.size > 1 and config.qk_norm == "rows":
+        raise ValueError(
+            f"{shard.size} ranks cannot divide {config.architecture}: its norms of queries and keys need all heads"
+        )
     divided = [(name, getattr(config, name)) for name in ("num_heads", "num_kv_heads")]
     divided += [("intermediate_size", width) for width in config.feed_forward_widths]
     if not config.tie_word_embeddings:
@@ -183,20 +187,24 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         "down_proj": ((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
     }
     norm = Part("", (hidden,), offset=config.norm_offset)
-    norms = {
-        "input_norm": norm._replace(name="input_layernorm"),
-        "post_attention_norm": norm._replace(name="post_attention_layernorm"),
-    }
+    norms: dict[str, Part] = {}
+    if config.input_norms:
+        before_feed_forward = "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
+        norms = {
+            "input_norm": norm._replace(name="input_layernorm"),
+            "post_attention_norm": norm._replace(name=before_feed_forward),
+        }
     if config.output_norms:
         output_norm = norm._replace(factor=1 / config.embedding_scale)
         norms |= {
             "attention_output_norm": output_norm._replace(name="post_attention_layernorm"),
-            "post_attention_norm": norm._replace(name="pre_feedforward_layernorm"),
             "feed_forward_output_norm": output_norm._replace(name="post_feedforward_layernorm"),
         }
     has_sinks = FAMILIES[config.architecture].attention_sinks
-    if config.qk_norm:
-        norms |= {name: norm._replace(name=f"self_attn.{name}", shape=(head_dim,)) for name in ("q_norm", "k_norm")}
+    if config.qk_norm is not None:
+        sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
+        for name, size in zip(("q_norm", "k_norm"), sizes, strict=True):
+            norms[name] = norm._replace(name=f"self_attn.{name}", shape=(size,))
 
     def layer(index: int) -> Iterator[Parameter]:
         source = f"model.layers.{index}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from .experts_config import (
     GPT_OSS_NAMES,
@@ -26,7 +26,7 @@ SlidingWindows: TypeAlias = tuple[int | None, ...]
 def _no_window(config: Settings, num_layers: int) -> SlidingWindows:
     if config.get("sliding_window") is not None:
         raise config.unsupported(
-            "sliding_window in a Llama config is not supported, because engines interpret it differently"
+            "sliding_window is not supported with this architecture, because engines interpret it differently"
         )
     return (None,) * num_layers
 
@@ -137,7 +137,8 @@ class Family:
     mlp_bias: bool | None = False
     attention_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value"""
-    qk_norm: bool = False
+    qk_norm: Literal["heads", "rows"] | None = None
+    """`ModelConfig.qk_norm`"""
     default_head_dim: int | None = None
     """None: hidden_size / num_heads"""
     default_rms_norm_eps: float = 1e-6
@@ -167,6 +168,8 @@ class Family:
     """whether layers with a window have a rotary embedding of their own"""
     scales_embeddings: bool = False
     """whether embeddings are multiplied by the square root of hidden_size"""
+    input_norms: bool = True
+    """`ModelConfig.input_norms`"""
     output_norms: bool = False
     """`ModelConfig.output_norms`"""
     norm_offset: float = 0.0
@@ -189,7 +192,7 @@ _GEMMA3 = Family(
     _window_of_local_layers,
     qkv_bias=None,
     o_bias=None,
-    qk_norm=True,
+    qk_norm="heads",
     tied_by_default=True,
     defaults={
         "hidden_size": 2304,
@@ -215,6 +218,19 @@ _GEMMA3 = Family(
     gguf_window_period=6,
 )
 
+_OLMO2 = Family(
+    "olmo2",
+    "decoder",
+    _no_window,
+    qkv_bias=None,
+    o_bias=None,
+    qk_norm="rows",
+    default_rms_norm_eps=1e-5,
+    input_norms=False,
+    output_norms=True,
+    defaults={"eos_token_id": 50279},
+)
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -235,7 +251,7 @@ FAMILIES: dict[str, Family] = {
         _window_of_upper_layers,
         qkv_bias=None,
         o_bias=None,
-        qk_norm=True,
+        qk_norm="heads",
         default_head_dim=128,
         defaults={"num_key_value_heads": 32},
     ),
@@ -255,7 +271,7 @@ FAMILIES: dict[str, Family] = {
         _window_without_layers,
         qkv_bias=None,
         o_bias=None,
-        qk_norm=True,
+        qk_norm="heads",
         defaults={"num_key_value_heads": 4},
         experts=qwen_experts,
     ),
@@ -281,6 +297,7 @@ FAMILIES: dict[str, Family] = {
         tied_by_default=True,
         rotated_layers=_rotated_layers,
     ),
+    "Olmo2ForCausalLM": _OLMO2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
     "GptOssForCausalLM": Family(

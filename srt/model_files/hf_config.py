@@ -92,6 +92,7 @@ def config_from_hf(
         layer_ropes=ropes,
         attention_scale=head_dim**-0.5 if query_scalar is None else query_scalar**-0.5,
         embedding_scale=_rounded(math.sqrt(hidden_size), dtype) if family.scales_embeddings else 1.0,
+        input_norms=family.input_norms,
         output_norms=family.output_norms,
         norm_offset=family.norm_offset,
         tie_word_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),

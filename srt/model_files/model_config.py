@@ -24,6 +24,8 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 )
 """The activations by the names that config.json has."""
+QKNormKind: TypeAlias = Literal["heads", "rows"]
+"""What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads."""
 _SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "context_len",
@@ -59,6 +61,8 @@ class ModelConfig:
     """factor of the dot product of a query and a key; 0 is replaced by 1 / sqrt(head_dim)"""
     embedding_scale: float = 1.0
     """factor of the embeddings, before the first layer"""
+    input_norms: bool = True
+    """whether the residual is normalised before attention and feed-forward layers"""
     output_norms: bool = False
     """whether the outputs of attention and feed-forward layers are normalised before they are added to the residual"""
     norm_offset: float = 0.0
@@ -67,7 +71,8 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNormKind | None = None
+    """None: queries and keys are not normalised"""
     experts: ExpertsConfig | None = None
     """of the sparse layers; None: all layers are dense"""
     bos_token_id: int | None = None
@@ -94,9 +99,15 @@ class ModelConfig:
                 raise ValueError(f"{where}{name} must be at least 1, got {getattr(self, name)}")
         if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
             raise ValueError(f"{where}rms_norm_eps must be a finite number above 0, got {self.rms_norm_eps}")
-        if self.embedding_scale != 1 and not self.output_norms:
-            raise ModelNotSupported(f"{where}scaled embeddings are not supported without norms of the layers' outputs")
+        if not (self.input_norms or self.output_norms):
+            raise ModelNotSupported(f"{where}layers without norms of their inputs and outputs are not supported")
+        if self.embedding_scale != 1 and not (self.input_norms and self.output_norms):
+            raise ModelNotSupported(
+                f"{where}scaled embeddings are not supported without norms of the layers' inputs and outputs"
+            )
         experts = self.experts
+        if experts is not None and self.output_norms:
+            raise ModelNotSupported(f"{where}norms of outputs are not supported in a mixture of experts")
         if experts is not None and self.hidden_act != "silu":
             raise ModelNotSupported(f"{where}activation {self.hidden_act} is not supported in a mixture of experts")
         if experts is not None and not 1 <= experts.num_experts_per_token <= experts.num_experts:

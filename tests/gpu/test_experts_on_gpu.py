@@ -18,7 +18,7 @@ from tercet.srt.model_files.experts_config import ExpertsConfig
 pytestmark = pytest.mark.gpu
 
 EXPERTS = ExpertsConfig(num_experts=16, num_experts_per_token=4, intermediate_size=128, normalized=True)
-CONFIG = dataclasses.replace(LLAMA, architecture="Qwen3MoeForCausalLM", qk_norm=True, experts=EXPERTS)
+CONFIG = dataclasses.replace(LLAMA, architecture="Qwen3MoeForCausalLM", qk_norm="heads", experts=EXPERTS)
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)])

@@ -27,7 +27,7 @@ from tercet.model_executor.kernels.fp8_linear import fp8_linear, fp8_linear_ref,
 from tercet.model_executor.kernels.fused_decode import can_fuse_decode
 from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.primitives import KV_FP8_SOFT, kv_format
-from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
+from tercet.model_executor.kernels.rmsnorm import add_rmsnorm, qk_rmsnorm, rmsnorm, rmsnorm_ref
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
 from tercet.model_executor.kernels.sampling import choose_tokens
 from tercet.model_executor.kernels.sampling_layout import Column, Field
@@ -200,6 +200,16 @@ def test_rows(dtype: torch.dtype) -> None:
         out = rmsnorm(x, weight, 1e-5, residual)
         assert relative_error(residual, before + x.double()) < TOLERANCE[dtype]
         assert relative_error(out, rmsnorm_ref(residual.double(), weight.double(), 1e-5)) < TOLERANCE[dtype]
+        before = residual.double()
+        add_rmsnorm(x, weight, 1e-5, residual)
+        wanted = rmsnorm_ref(x.double(), weight.double(), 1e-5)
+        assert relative_error(residual, before + wanted) < TOLERANCE[dtype]
+        qkv = torch.cat((x, x[:, :320], x[:, :320]), 1)
+        qk_rmsnorm(qkv, weight, weight[:320], 1e-5)
+        q, k, v = qkv.split((width, 320, 320), 1)
+        of_keys = rmsnorm_ref(x[:, :320].double(), weight[:320].double(), 1e-5)
+        assert relative_error(q, wanted) < TOLERANCE[dtype] and relative_error(k, of_keys) < TOLERANCE[dtype]
+        assert torch.equal(v, x[:, :320])
         gate_up = torch.randn(33, 2 * width, generator=g, device=DEVICE).to(dtype)
         for activation in ("silu", "gelu_tanh"):
             expected = act_and_mul_ref(gate_up.double(), activation)

@@ -19,7 +19,7 @@ from tercet.model_executor.weights import loader
 pytestmark = pytest.mark.gpu
 
 QWEN = dataclasses.replace(
-    LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=128, sliding_windows=(None, 300, None)
+    LLAMA, architecture="Qwen3ForCausalLM", qk_norm="heads", head_dim=128, sliding_windows=(None, 300, None)
 )
 CONFIGS = pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
 

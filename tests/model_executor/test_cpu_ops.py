@@ -18,7 +18,7 @@ from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_build, cpu_extension
 from tercet.model_executor.attention.registry import PAGE_OF_PANELS
 from tercet.model_executor.layers.activation import gated_activation
-from tercet.model_executor.layers.layernorm import HeadNorm
+from tercet.model_executor.layers.layernorm import HeadNorm, RowNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
 from tercet.srt.model_files.rope_config import RopeConfig
 
@@ -109,20 +109,34 @@ def test_rms_norm(dtype, rows, n, summed, seed):
 
 
 @settings(max_examples=60)
+@given(dtype=st.sampled_from(DTYPES), rows=st.integers(0, 90), n=st.integers(1, 700), seed=st.integers(0, 2**31))
+def test_add_rms_norm(dtype, rows, n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = torch.randn(2, rows, n, generator=generator).to(dtype)
+    weight, before = torch.randn(n, generator=generator), residual.clone()
+    ops.add_rms_norm(x, residual, weight, 1e-5)
+    if rows:
+        assert_close(residual, before.double() + F.rms_norm(x.double(), (n,), weight.double(), 1e-5), dtype)
+        ops.add_rms_norm(x[-1:].clone(), before[-1:], weight, 1e-5)
+        assert torch.equal(before[-1:], residual[-1:]), "a row does not depend on the others"
+
+
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     tokens=st.integers(1, 40),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     head_dim=st.sampled_from([8, 64, 80, 96, 128]),
-    normed=st.booleans(),
+    normed=st.sampled_from([None, "heads", "rows"]),
     seed=st.integers(0, 2**31),
 )
 def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed):
     generator = torch.Generator().manual_seed(seed)
     heads, pool_size = kv_heads * group, 50
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
-    norms = [torch.randn(head_dim, generator=generator) if normed else None for _ in range(2)]
+    sizes = (heads, kv_heads) if normed == "rows" else (1, 1)
+    norms = [torch.randn(size * head_dim, generator=generator) if normed else None for size in sizes]
     positions = torch.randint(0, 99, (tokens,), generator=generator)
     slots = torch.randperm(pool_size, generator=generator)[:tokens]
     rope = RopeConfig(theta=1e4)
@@ -130,7 +144,9 @@ def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed
     rotary.cover(99)
     expected = qkv.double()
     qk, v = expected.split((heads + kv_heads, kv_heads), 1)
-    if normed:
+    if normed == "rows":
+        qk = RowNorm(norms[0].double(), norms[1].double(), 1e-5)(qk)
+    elif normed:
         qk = HeadNorm(norms[0].double(), norms[1].double(), heads, kv_heads, 1e-5)(qk)
     qk = rotate(qk, RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions))
 
@@ -269,6 +285,13 @@ def test_wrong_shapes_are_refused():
             ops.linear(bad_x, bad_packed, None, n)
     with pytest.raises(RuntimeError, match="must have"):
         ops.rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
+    with pytest.raises(RuntimeError, match="residual must have"):
+        ops.add_rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
+    none, pools = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 8, 1, 32)
+    for sizes in ((64, 64), (32, 64), (96, 32)):  # of two query heads, and one of keys
+        norms = map(torch.ones, sizes)
+        with pytest.raises(RuntimeError, match="_norm must have shape"):
+            ops.rotate_and_store(torch.zeros(1, 128), none, none, torch.zeros(9, 32), *norms, 1e-5, *pools)
     panel, twice = packed.shape[2], packed.reshape(packed.shape[0], 32, -1, 2)
     with pytest.raises(RuntimeError, match="packed must have shape"):
         ops.embedding(torch.tensor([3]), twice, torch.float32)

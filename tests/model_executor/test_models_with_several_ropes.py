@@ -1,4 +1,4 @@
-"""Models whose layers have different rotary embeddings, on a CPU: transformers' logits, and equal bits of steps."""
+"""Models with other norms, or other rotary embeddings in some layers: transformers' logits, and equal bits of steps."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ SEVERAL_ROPES = replace(
 LIKE_GEMMA = replace(
     SEVERAL_ROPES, output_norms=True, norm_offset=1.0, embedding_scale=8.0, hidden_act="gelu_tanh", attention_scale=0.2
 )
+LIKE_OLMO = replace(CONFIG, input_norms=False, output_norms=True, qk_norm="rows")
+MODELS = ["smollm3", "smollm3_window", "gemma3", "gemma3_scaled", "gemma3_images", "olmo2", "olmo2_scaled"]
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("name", ["smollm3", "smollm3_window", "gemma3", "gemma3_scaled", "gemma3_images"])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
     model = make_model(name)
     config = load_model_config(save(model, tmp_path))
@@ -42,7 +44,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tm
     assert_greedy_tokens_equal(driver, model, ids[:9])
 
 
-@pytest.mark.parametrize("config", [SEVERAL_ROPES, LIKE_GEMMA], ids=["ropes", "gemma"])
+@pytest.mark.parametrize("config", [SEVERAL_ROPES, LIKE_GEMMA, LIKE_OLMO], ids=["ropes", "gemma", "olmo"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
 def test_recorded_steps_have_the_bits_of_launched_ones(
     variant: tuple[str, str | None, int], config: ModelConfig

@@ -19,6 +19,7 @@ from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
 from tercet.model_executor.attention.triton_backend import TritonAttentionBackend
 from tercet.model_executor.kernels import extend_attention
 from tercet.model_executor.kernels.decode_attention import decode_attention
+from tercet.model_executor.kernels.rmsnorm import qk_rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.layers.attention import Attention, QKNorm
 from tercet.model_executor.layers.fused_layers import FusedTritonAttention
@@ -148,13 +149,13 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     pool_dtype=st.sampled_from([None, torch.float8_e4m3fn]),
-    norm=st.booleans(),
+    norm=st.sampled_from([None, "heads", "rows"]),
     has_sinks=st.booleans(),
     extend_lens=st.sampled_from([[1, 1], [5, 1], [4, 7]]),
     layer=st.sampled_from([TritonAttention, FusedTritonAttention]),
 )
 @example(
-    seed=1, dtype=torch.float32, pool_dtype=None, norm=False, has_sinks=True, extend_lens=[1, 1],
+    seed=1, dtype=torch.float32, pool_dtype=None, norm=None, has_sinks=True, extend_lens=[1, 1],
     layer=FusedTritonAttention,
 )  # fmt: skip
 def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
@@ -167,7 +168,8 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
     num_tokens = len(batch.positions)
     qkv = torch.randn(num_tokens, (cfg.num_heads + 4) * 16, generator=g).to(dtype)
     old = [torch.randn(NUM_SLOTS + 1, 2, 16, generator=g).to(pool_dtype or dtype) for _ in range(2)]
-    qk_norm = QKNorm(*(torch.randn(16, generator=g).to(dtype) for _ in range(2)), 1e-6) if norm else None
+    sizes = (16 * cfg.num_heads, 32) if norm == "rows" else (16, 16)
+    qk_norm = QKNorm(*(torch.randn(size, generator=g).to(dtype) for size in sizes), 1e-6) if norm else None
     sinks = random_sinks(cfg.num_heads, seed) if has_sinks else None
 
     def backend(kind: type[AttentionBackend]) -> AttentionBackend:
@@ -180,8 +182,11 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
     fused, apart, reference = map(backend, (TritonAttentionBackend, TritonAttentionBackend, TorchAttentionBackend))
     cos_sin = RotaryTable([RopeConfig()], 16, CONTEXT, device)(batch.positions)[0]
     out = layer(1, fused, qk_norm, sinks)(qkv.clone(), cos_sin, batch)
-    heads = qkv.clone().view(num_tokens, -1, 16)
-    rotary(heads, cfg.num_heads, 2, *cos_sin, **({} if qk_norm is None else qk_norm._asdict()))
+    apart_qkv = qkv.clone()
+    if qk_norm is not None and norm == "rows":
+        qk_rmsnorm(apart_qkv, *qk_norm)
+    heads = apart_qkv.view(num_tokens, -1, 16)
+    rotary(heads, cfg.num_heads, 2, *cos_sin, **(qk_norm._asdict() if qk_norm is not None and norm == "heads" else {}))
     assert torch.equal(out, apart.forward(*heads.split((cfg.num_heads, 2, 2), 1), 1, batch, sinks))
     for name in ("k_buffer", "v_buffer"):
         pools = [getattr(b.kv_pool, name)[1].view(torch.uint8) for b in (fused, apart)]

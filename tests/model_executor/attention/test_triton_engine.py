@@ -38,7 +38,7 @@ QWEN = dataclasses.replace(
     LLAMA,
     architecture="Qwen3ForCausalLM",
     num_layers=2,
-    qk_norm=True,
+    qk_norm="heads",
     num_heads=6,
     sliding_windows=(None, 4),
     rope=RopeConfig(5000.0),

@@ -43,14 +43,17 @@ LLAMA = ModelConfig(
 )
 MODELS = {
     "llama": LLAMA,
-    "qwen3": dataclasses.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True),
+    "qwen3": dataclasses.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm="heads"),
+    "olmo2": dataclasses.replace(
+        LLAMA, architecture="Olmo2ForCausalLM", qk_norm="rows", input_norms=False, output_norms=True
+    ),
     "window": dataclasses.replace(LLAMA, sliding_windows=(None, 300)),
     "gemma3": dataclasses.replace(
         LLAMA,
         architecture="Gemma3ForCausalLM",
         head_dim=256,
         num_kv_heads=4,
-        qk_norm=True,
+        qk_norm="heads",
         output_norms=True,
         norm_offset=1.0,
         embedding_scale=16.0,

@@ -22,6 +22,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("qwen3_moe", True),
         ("smollm3_window", False),
         ("smollm3_window", True),
+        ("olmo2_scaled", False),
+        ("olmo2", True),
         ("gemma3_scaled", False),
         ("gemma3", True),
         ("gpt_oss", False),

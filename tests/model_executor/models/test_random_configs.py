@@ -87,6 +87,7 @@ OF_FAMILY = {
     "llama": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "mistral": some(sliding_window=[None, 3, 7]),
     "mixtral": some(sliding_window=[None, 3, 7], num_local_experts=[2, 3, 9], num_experts_per_tok=[1]),
+    "olmo2": some(attention_bias=[False, True]),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(
         no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],

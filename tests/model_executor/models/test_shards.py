@@ -211,6 +211,7 @@ def test_quantized_weights_of_a_file_are_cut_at_groups(tmp_path: Path) -> None:
         ({"num_heads": 6}, Shard(0, 4), "must divide num_heads, but 6 is no multiple of 4"),
         ({"intermediate_size": 47}, Shard(1, 2), "must divide intermediate_size, but 47 is no multiple of 2"),
         ({"experts": EXPERTS}, Shard(1, 2), "must divide intermediate_size, but 15 is no multiple of 2"),
+        ({"qk_norm": "rows"}, Shard(0, 2), "2 ranks cannot divide .*its norms of queries and keys need all heads"),
         ({}, Shard(2, 2), r"rank must be in \[0, 2\) with 2 ranks, got 2"),
     ],
 )

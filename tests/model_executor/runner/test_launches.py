@@ -27,9 +27,10 @@ def gpus_do_not_pack(monkeypatch):
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
 
 
-def decode_launches(monkeypatch, num_layers: int, batch_size: int, *, fused: bool) -> Counter[str]:
+def decode_launches(monkeypatch, num_layers: int, batch_size: int, *, fused: bool, **changes) -> Counter[str]:
     """What the second decode step of greedy requests queues. The first one sends their parameters, too."""
-    config = dataclasses.replace(TOY, num_layers=num_layers, head_dim=16, sliding_windows=(None,) * num_layers)
+    changes = {"num_layers": num_layers, "head_dim": 16, "sliding_windows": (None,) * num_layers} | changes
+    config = dataclasses.replace(TOY, **changes)
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
     none = np.empty(0, np.int32)
     new = [NewRow(int(row), SamplingParams(temperature=0.0), 0, none, none, ()) for row in rows]
@@ -58,3 +59,22 @@ def test_launches_of_a_decode_step(
         assert layer == Counter({"_skinny_linear_kernel": 4, "_fused_decode_kernel": 1})
     rest = two - layer - layer
     assert rest == BESIDES_LAYERS + (FUSED_HEAD if in_a_layer == 5 else HEAD) and rest.total() == besides
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_norm_of_an_output_also_sums(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that normalises its outputs has no launch for sums, nor one for norms of its inputs if it has none."""
+
+    def of_a_layer(**changes) -> Counter[str]:
+        two, three = (decode_launches(monkeypatch, n, 4, fused=fused, **changes) for n in (2, 3))
+        return three - two
+
+    usual = of_a_layer()
+    both, outputs = of_a_layer(output_norms=True), of_a_layer(output_norms=True, input_norms=False)
+    assert both["_add_rmsnorm_kernel"] == outputs["_add_rmsnorm_kernel"] == 2
+    assert both.total() == usual.total() + 2
+    assert outputs["_rmsnorm_kernel"] == 0
+    if not fused:
+        assert outputs.total() == usual.total()
+    rows = of_a_layer(qk_norm="rows")
+    assert rows["_qk_rmsnorm_kernel"] == 1 and rows.total() == usual.total() + 1

@@ -34,9 +34,10 @@ GEMMA = {
     "norm_offset": 1.0,
     "embedding_scale": 8.0,
     "hidden_act": "gelu_tanh",
-    "qk_norm": True,
+    "qk_norm": "heads",
     "layer_ropes": (CONFIG.rope, replace(CONFIG.rope, theta=500.0)),
 }
+OLMO = {"input_norms": False, "output_norms": True, "qk_norm": "rows"}
 SHAPES = {
     "usual": {},
     "wide": {"hidden_size": 512, "intermediate_size": 128},
@@ -49,6 +50,8 @@ SHAPES = {
     "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
     "gemma": GEMMA,
     "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
+    "olmo": OLMO,
+    "heads of olmo": OLMO | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
     "heads of gemma": GEMMA | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
 }
 

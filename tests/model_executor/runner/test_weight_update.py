@@ -29,7 +29,7 @@ def runner_of(config: ModelConfig, backend: str = "cpu", **settings) -> ModelRun
 
 @pytest.mark.parametrize("settings", [{}, {"disable_cuda_graph": True}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "olmo2"])
 def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, name: str, backend: str, settings: dict) -> None:
     if backend == "torch" and "quantization" in settings:
         pytest.skip("only the cpu backend has quantized layers")
@@ -83,7 +83,7 @@ def test_a_gpus_parameters_are_overwritten_where_graphs_read_them(tmp_path: Path
     assert len(accelerator.recorded) == num_graphs and runner.model is model
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "olmo2"])
 def test_a_gpu_without_graphs_has_no_memory_for_a_second_model(name: str, tmp_path: Path, monkeypatch) -> None:
     class Unrecordable(RecordableAttention):
         def num_splits(self, seq_lens):

@@ -81,7 +81,7 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.tie_word_embeddings == source.tie_word_embeddings
     assert config.rope.theta == source.rope_parameters["rope_theta"]
     assert config.rms_norm_eps == source.rms_norm_eps
-    assert config.qk_norm == (source.model_type in ("qwen3", "qwen3_moe"))
+    assert config.qk_norm == {"qwen3": "heads", "qwen3_moe": "heads", "olmo2": "rows"}.get(source.model_type)
     assert config.qkv_bias == (source.model_type == "qwen2" or getattr(source, "attention_bias", False))
     assert config.o_bias == getattr(source, "attention_bias", False)
     some = {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5), "smollm3_window": (5, None, 5)}
