@@ -47,6 +47,10 @@ GEMMA3 = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OLMO2 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 GPT_OSS = {
     "post_attention_layernorm": "post_attention_norm",
     "self_attn.sinks": "attn_sinks",
@@ -66,7 +70,7 @@ def gguf_name(name, arch):
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, index, rest = stem.split(".", 3)
-        stems = HF_TO_GGUF | PHI3 | {"gemma3": GEMMA3, "gpt-oss": GPT_OSS}.get(arch, {})
+        stems = HF_TO_GGUF | PHI3 | {"gemma3": GEMMA3, "olmo2": OLMO2, "gpt-oss": GPT_OSS}.get(arch, {})
         return f"blk.{index}.{stems[rest]}.{suffix}"
     return f"{HF_TO_GGUF[stem]}.{suffix}"
 
@@ -111,7 +115,8 @@ def random_blocks(shape, kind):
 
 def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=None, keys=None, tokenizer=None):
     """`kind`: of all matrices. `kinds`: of others, by name. `drop`: names that are left out. `beside`: more tensors.
-    `keys`: more numbers in the metadata of the architecture. `tokenizer`: writes a tokenizer with the writer."""
+    `keys`: more values in the metadata of the architecture; None: the key is left out. `tokenizer`: writes a tokenizer
+    with the writer."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), arch)
     if tokenizer is not None:
@@ -136,8 +141,16 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    for key, number in (keys or {}).items():
-        writer.add_uint32(f"{arch}.{key}", number)
+    keys = dict(keys or {})
+    if arch == "olmo2" and hasattr(config, "sliding_window"):
+        writer.add_sliding_window(config.sliding_window)
+        keys.setdefault(
+            "attention.sliding_window_pattern", [kind == "sliding_attention" for kind in config.layer_types]
+        )
+    for key, value in keys.items():
+        add = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}.get(type(value))
+        if add is not None:
+            add(f"{arch}.{key}", value)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if arch == "phi3":

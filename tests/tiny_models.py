@@ -12,6 +12,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -111,6 +112,18 @@ CONFIGS = {
     "olmo2": lambda: Olmo2Config(**BASE),
     "olmo2_scaled": lambda: Olmo2Config(
         **BASE | {"num_key_value_heads": 1}, attention_bias=True, tie_word_embeddings=True, rope_parameters=YARN
+    ),
+    "olmo3": lambda: Olmo3Config(
+        **BASE | {"num_hidden_layers": 5, "num_key_value_heads": 4},
+        sliding_window=7,
+        rope_parameters={"full_attention": YARN | {"rope_theta": 500000.0}},
+    ),
+    "olmo3_types": lambda: Olmo3Config(
+        **BASE,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        attention_bias=True,
+        rope_parameters={"full_attention": SMALL_THETA, "sliding_attention": SMALL_THETA | {"rope_theta": 100.0}},
     ),
     "gemma3": lambda: Gemma3TextConfig(**GEMMA),
     "gemma3_default": lambda: Gemma3TextConfig(

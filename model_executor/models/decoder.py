@@ -1,4 +1,5 @@
-"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3, OLMo 2 and GPT-OSS.
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3, OLMo 2, OLMo 3 and
+GPT-OSS.
 
 Their differences are fields of ModelConfig. One of them needs no operation: Gemma multiplies embeddings by a constant.
 Here the residual stream is divided by it instead, so the embeddings stay as they are. What is added to the residual

@@ -46,6 +46,10 @@ _NAMES_OF_ARCHITECTURE = {
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "olmo2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",

@@ -98,9 +98,16 @@ def _window_of_local_layers(config: Settings, num_layers: int) -> SlidingWindows
     return _windows_of_types(config, types, num_layers, window)
 
 
+def _window_of_three_in_four_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    window, types = config.integer("sliding_window"), config.texts("layer_types")
+    if types is None:
+        return local_windows(window, 4, num_layers)
+    return _windows_of_types(config, types, num_layers, window)
+
+
 def local_windows(window: int, period: int, num_layers: int) -> SlidingWindows:
-    """The windows of a model of which every `period`-th layer has none."""
-    return tuple(window if (index + 1) % period else None for index in range(num_layers))
+    """The windows of a model of which every `period`-th layer has none. 0: all layers have the window."""
+    return tuple(window if not period or (index + 1) % period else None for index in range(num_layers))
 
 
 def _window_of_every_other_layer(config: Settings, num_layers: int) -> SlidingWindows:
@@ -155,9 +162,7 @@ class Family:
     """whether a config may say that only the first components of a head are rotated"""
     rotated_layers: Callable[[Settings, int], tuple[bool, ...]] | None = None
     """which layers have a rotary embedding; None: all"""
-    gguf_window: bool = False
-    """whether `attention.sliding_window` of a GGUF file is the window of all layers"""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     """the values of keys that config.json may lack; null does not stand for them"""
     has_text_config: bool = False
     """whether the settings of the language model are in `text_config`, beside those of other parts"""
@@ -166,6 +171,8 @@ class Family:
     """whether `query_pre_attn_scalar` replaces head_dim in the scale of attention"""
     has_local_rope: bool = False
     """whether layers with a window have a rotary embedding of their own"""
+    local_rope_theta: float | None = None
+    """the base of that embedding in a config that has none; None: that of the other layers"""
     scales_embeddings: bool = False
     """whether embeddings are multiplied by the square root of hidden_size"""
     input_norms: bool = True
@@ -175,8 +182,8 @@ class Family:
     norm_offset: float = 0.0
     """`ModelConfig.norm_offset` of a Hugging Face checkpoint"""
     gguf_window_period: int | None = None
-    """The period of the layers without a window in a GGUF file that names no period (`local_windows`). None: see
-    `gguf_window`."""
+    """The period of the layers without a window in a GGUF file that names no period (`local_windows`). None: such
+    files may not have a window."""
     experts: ReadExperts | None = None
     """reads the mixture of experts; None: all feed-forward layers are dense"""
     expert_names: ExpertNames = QWEN_NAMES
@@ -211,7 +218,9 @@ _GEMMA3 = Family(
     },
     activation_key="hidden_activation",
     has_query_scalar=True,
+    default_rope_theta=1e6,
     has_local_rope=True,
+    local_rope_theta=10000.0,
     scales_embeddings=True,
     output_norms=True,
     norm_offset=1.0,
@@ -263,7 +272,7 @@ FAMILIES: dict[str, Family] = {
         default_original_context_len=4096,
         stacked_projections=True,
         partial_rotary=True,
-        gguf_window=True,
+        gguf_window_period=0,
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -298,6 +307,15 @@ FAMILIES: dict[str, Family] = {
         rotated_layers=_rotated_layers,
     ),
     "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": dataclasses.replace(
+        _OLMO2,
+        model_type="olmo3",
+        sliding_windows=_window_of_three_in_four_layers,
+        default_rope_theta=500000.0,
+        has_local_rope=True,
+        defaults=_OLMO2.defaults | {"sliding_window": 4096},
+        gguf_window_period=4,
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
     "GptOssForCausalLM": Family(
@@ -321,6 +339,7 @@ FAMILIES: dict[str, Family] = {
 }
 # GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
 # ignores it, too.
+# GGUF files call OLMo 3 "olmo2", too.
 # GGUF files of SmolLM3 do not name the layers without rotation. llama.cpp takes every fourth, which is the default.
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -330,6 +349,7 @@ GGUF_ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
@@ -338,6 +358,8 @@ GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "gpt-oss": "GptOssForCausalLM",
 }
 """The architectures of files that have experts."""
+GGUF_ARCHITECTURES_WITH_WINDOWS = {"olmo2": "Olmo3ForCausalLM"}
+"""The architectures of files that have a window, where they differ from those of others."""
 
 
 def not_in_families(architecture: str) -> str:

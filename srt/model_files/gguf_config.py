@@ -15,6 +15,8 @@ from .families import (
     FAMILIES,
     GGUF_ARCHITECTURES,
     GGUF_ARCHITECTURES_WITH_EXPERTS,
+    GGUF_ARCHITECTURES_WITH_WINDOWS,
+    Family,
     SlidingWindows,
     local_windows,
 )
@@ -37,6 +39,7 @@ _GGUF_KEYS = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.freq_base_swa", "tensor_data_layout",
     "expert_count", "expert_used_count", "expert_feed_forward_length", "pooling_type", "attention.sliding_window",
     "attention.sliding_window_pattern",
@@ -65,11 +68,7 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     config = Settings(
         file.path, {key: file.metadata[prefix + key] for key in _GGUF_KEYS if prefix + key in file.metadata}, prefix
     )
-    architecture = GGUF_ARCHITECTURES[arch]
-    if num_experts := config.integer("expert_count", 0, minimum=0):
-        if arch not in GGUF_ARCHITECTURES_WITH_EXPERTS:
-            raise metadata.unsupported(f"a mixture of {num_experts} experts is not supported with {arch}")
-        architecture = GGUF_ARCHITECTURES_WITH_EXPERTS[arch]
+    architecture = _architecture(config, arch)
     if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
         raise metadata.unsupported(f"{prefix}pooling_type={pooling} is not supported; supported: 3, the last token")
     family = FAMILIES[architecture]
@@ -93,24 +92,17 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
         if (given := config.integer(key, head_dim)) != head_dim:
             raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
-    # As in llama.cpp, a file of GPT-OSS must have a window, and one of Gemma need not.
-    needs_window = family.gguf_window_period is not None and not family.has_local_rope
-    window = config.integer("attention.sliding_window", None if needs_window else 0, minimum=int(needs_window))
-    if window and not (family.gguf_window or family.gguf_window_period):
-        raise metadata.unsupported(f"{prefix}attention.sliding_window={window} is not supported")
     context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=MAX_LAYERS)
     rope = rope_from_gguf(config, family, _rope_divisors(file, tensors, rotary_dim), context_len)
     if rotary_dim != head_dim:
         rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
-    windows: SlidingWindows = (window or None,) * num_layers
+    windows = _windows(config, family, num_layers)
     ropes = layer_ropes(family, config, rope, num_layers)
     scale = head_dim**-0.5
-    if window and family.gguf_window_period:
-        period = config.integer("attention.sliding_window_pattern", family.gguf_window_period)
-        windows = local_windows(window, period, num_layers)
+    local_theta = config.number("rope.freq_base_swa", family.local_rope_theta or rope.theta, above=1)
     if family.has_local_rope:
-        ropes = ropes_of_windows(windows, rope, RopeConfig(config.number("rope.freq_base_swa", 10000.0, above=1)))
-    elif (local_theta := config.number("rope.freq_base_swa", rope.theta)) != rope.theta:
+        ropes = ropes_of_windows(windows, rope, RopeConfig(local_theta))
+    elif local_theta != rope.theta:
         raise metadata.unsupported(f"{prefix}rope.freq_base_swa={local_theta:g} is not supported")
     if family.has_query_scalar:
         # GGUF files have no key for the scale. As in llama.cpp, only Gemma 3 27B has another one.
@@ -148,6 +140,34 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         model_path=file.path,
         load_format=load_format,
     )
+
+
+def _architecture(config: Settings, arch: str) -> str:
+    if num_experts := config.integer("expert_count", 0, minimum=0):
+        if arch not in GGUF_ARCHITECTURES_WITH_EXPERTS:
+            raise config.unsupported(f"a mixture of {num_experts} experts is not supported with {arch}")
+        return GGUF_ARCHITECTURES_WITH_EXPERTS[arch]
+    if arch in GGUF_ARCHITECTURES_WITH_WINDOWS and config.integer("attention.sliding_window", 0, minimum=0):
+        return GGUF_ARCHITECTURES_WITH_WINDOWS[arch]
+    return GGUF_ARCHITECTURES[arch]
+
+
+def _windows(config: Settings, family: Family, num_layers: int) -> SlidingWindows:
+    # As in llama.cpp, a file of GPT-OSS must have a window, and others need not.
+    needs_window = bool(family.gguf_window_period) and not family.has_local_rope
+    key, pattern_key = "attention.sliding_window", "attention.sliding_window_pattern"
+    window = config.integer(key, None if needs_window else 0, minimum=int(needs_window))
+    period = family.gguf_window_period
+    if not window:
+        return (None,) * num_layers
+    if period is None:
+        raise config.unsupported_value(key, "0 or absent", window)
+    pattern = config.get(pattern_key)
+    if not isinstance(pattern, list | np.ndarray):
+        return local_windows(window, config.integer(pattern_key, period, minimum=min(period, 1)), num_layers)
+    if len(pattern) != num_layers or np.asarray(pattern).dtype != bool:
+        raise config.refusal(pattern_key, f"a period, or true or false for each of {num_layers} layers", pattern)
+    return tuple(window if has_window else None for has_window in pattern)
 
 
 def _token_id(metadata: Settings, name: str) -> int | None:

@@ -14,8 +14,6 @@ from .settings import Settings, quote
 MAX_POSITIONS = 2**31 - 1
 """Most positions of a context, because positions are sent to the device as int32."""
 _DEFAULT_THETA = 10000.0
-_GLOBAL_THETA = 1e6
-"""Of layers without a window in models whose other layers have `_DEFAULT_THETA`."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,14 @@ def ropes_from_hf(config: Settings, family: Family, context_len: int, head_dim: 
     transformers 5 writes both in `rope_parameters`. Before, `rope_scaling` concerned the layers without a window.
     """
     given = config.nested("rope_parameters") or Settings(config.source, {})
-    thetas = (
-        config.number("rope_theta", _GLOBAL_THETA, above=1),
-        config.number("rope_local_base_freq", _DEFAULT_THETA, above=1),
-    )
+    theta = local_theta = config.number("rope_theta", family.default_rope_theta, above=1)
+    if family.local_rope_theta is not None:
+        local_theta = config.number("rope_local_base_freq", family.local_rope_theta, above=1)
+    elif theta != family.default_rope_theta:
+        raise config.unsupported(
+            f"rope_theta={theta:g} outside rope_parameters is not supported, because versions of transformers "
+            f"interpret it differently; supported: {family.default_rope_theta:g}"
+        )
     scalings = (None if config.get("rope_scaling") == {} else config.nested("rope_scaling")), None
     ropes = [
         _rope_of(
@@ -148,7 +150,9 @@ def ropes_from_hf(config: Settings, family: Family, context_len: int, head_dim: 
             context_len,
             head_dim,
         )
-        for layer_type, theta, scaling in zip(("full_attention", "sliding_attention"), thetas, scalings, strict=True)
+        for layer_type, theta, scaling in zip(
+            ("full_attention", "sliding_attention"), (theta, local_theta), scalings, strict=True
+        )
     ]
     if unknown := given.unused():
         raise config.unsupported(f"rope_parameters has settings that are not supported: {', '.join(unknown)}")
@@ -218,18 +222,19 @@ def rope_from_gguf(config: Settings, family: Family, tensors: GGUFDivisors, cont
     if tensors.short is not None and tensors.long is not None:
         if (kind := config.text("rope.scaling.type")) not in (None, "longrope"):
             raise config.refusal("rope.scaling.type", "longrope with tensors rope_factors", kind)
+        if (given := config.get("rope.scaling.yarn_attn_factor")) is not None:
+            raise config.refusal("rope.scaling.yarn_attn_factor", "absent with tensors rope_factors", given)
         original = config.integer("rope.scaling.original_context_length", context_len)
         return RopeConfig(theta, LongRopeScaling(tensors.short, tensors.long, original, attention_factor))
     if tensors.short is not None or tensors.long is not None:
         raise ValueError(f"{config.source}: one of the tensors rope_factors_short and rope_factors_long is missing")
-    if attention_factor != 1:
-        raise config.refusal("rope.scaling.attn_factor", "1 without tensors rope_factors", attention_factor)
     # As in llama.cpp, a file without a type scales linearly. Files from before `rope.scaling.factor` have only the
     # linear scale.
     kind = config.text("rope.scaling.type") or "linear"
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear", "yarn"):
         raise config.refusal("rope.scaling.type", "none, linear or yarn", kind)
+    _check_attention_factors(config, _yarn_attention_factor(factor) if kind == "yarn" else 1.0)
     if kind == "none" or (kind == "linear" and factor == 1):
         return RopeConfig(theta, None if divisors is None else FrequencyDivisors(divisors))
     if divisors is not None:
@@ -248,6 +253,18 @@ def rope_from_gguf(config: Settings, family: Family, tensors: GGUFDivisors, cont
         truncate=family.default_rope.get("truncate", True),
     )
     return RopeConfig(theta, scaling)
+
+
+def _check_attention_factors(config: Settings, expected: float) -> None:
+    """Raise ValueError if a GGUF file has a factor of cosines and sines that YaRN does not imply.
+
+    Converters have written the whole factor to both keys. llama.cpp multiplies by the first one once more.
+    """
+    for key, allowed in (("attn_factor", {1.0, expected}), ("yarn_attn_factor", {expected})):
+        given = config.number(f"rope.scaling.{key}", expected)
+        if not any(math.isclose(given, factor, rel_tol=1e-6) for factor in allowed):
+            names = " or ".join(f"{factor:.7g}" for factor in sorted(allowed))
+            raise config.refusal(f"rope.scaling.{key}", f"{names} without tensors rope_factors", given)
 
 
 def ropes_of_windows(windows: SlidingWindows, rope: RopeConfig, local_rope: RopeConfig) -> tuple[RopeConfig, ...]:

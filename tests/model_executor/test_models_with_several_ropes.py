@@ -29,7 +29,17 @@ LIKE_GEMMA = replace(
     SEVERAL_ROPES, output_norms=True, norm_offset=1.0, embedding_scale=8.0, hidden_act="gelu_tanh", attention_scale=0.2
 )
 LIKE_OLMO = replace(CONFIG, input_norms=False, output_norms=True, qk_norm="rows")
-MODELS = ["smollm3", "smollm3_window", "gemma3", "gemma3_scaled", "gemma3_images", "olmo2", "olmo2_scaled"]
+MODELS = [
+    "smollm3",
+    "smollm3_window",
+    "gemma3",
+    "gemma3_scaled",
+    "gemma3_images",
+    "olmo2",
+    "olmo2_scaled",
+    "olmo3",
+    "olmo3_types",
+]
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

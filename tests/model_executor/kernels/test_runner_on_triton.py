@@ -23,6 +23,7 @@ from tercet.srt.model_files.load_config import load_model_config
         ("smollm3_window", False),
         ("smollm3_window", True),
         ("olmo2_scaled", False),
+        ("olmo3", False),
         ("olmo2", True),
         ("gemma3_scaled", False),
         ("gemma3", True),

@@ -76,6 +76,16 @@ def gemma_ropes(draw, of_global_layers):
     return {"rope_parameters": {"full_attention": of_global_layers, "sliding_attention": of_local_layers}}
 
 
+@st.composite
+def olmo_ropes(draw, of_global_layers):
+    """The same of OLMo 3, whose old files have one base."""
+    if draw(st.booleans()):
+        scaling = {"rope_scaling": of_global_layers} if of_global_layers["rope_type"] != "default" else {}
+        return scaling | draw(some(rope_theta=[500000]))
+    of_local_layers = draw(st.sampled_from([{}, {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}]))
+    return {"rope_parameters": of_local_layers | {"full_attention": of_global_layers | draw(some(rope_theta=[1000.0]))}}
+
+
 OF_FAMILY = {
     "gpt_oss": st.builds(
         dict.__or__,
@@ -88,6 +98,11 @@ OF_FAMILY = {
     "mistral": some(sliding_window=[None, 3, 7]),
     "mixtral": some(sliding_window=[None, 3, 7], num_local_experts=[2, 3, 9], num_experts_per_tok=[1]),
     "olmo2": some(attention_bias=[False, True]),
+    "olmo3": some(
+        attention_bias=[False, True],
+        sliding_window=[1, 5, 9],
+        layer_types=[["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]],
+    ),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(
         no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],
@@ -137,7 +152,9 @@ def configs(draw):
         shape |= draw(some(original_max_position_embeddings=[16, 64]))
     if family == "mixtral":  # without it, transformers cannot make the frequencies of yarn
         shape.setdefault("head_dim", 16)
-    if family == "gemma3_text":
+    if family == "olmo3":
+        rope = draw(olmo_ropes(rope | {"rope_type": kind}))
+    elif family == "gemma3_text":
         rope = draw(gemma_ropes(rope | {"rope_type": kind}))
     elif draw(st.booleans()):
         rope = {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **rope}}

@@ -39,6 +39,8 @@ CPU = torch.device("cpu")
         ("mixtral", "llama"),
         ("smollm3_default", "smollm3"),
         ("gemma3_default", "gemma3"),
+        ("olmo2_scaled", "olmo2"),
+        ("olmo3", "olmo2"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
