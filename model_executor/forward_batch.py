@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from .step import ForwardMode, Int32Array
+
+
+class TokenAdapters:
+    """The slot of the LoRA adapter of each token, int32 [n]; 0: none."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self.slots = slots
+
+    @cached_property
+    def groups(self) -> list[tuple[int, torch.Tensor]]:
+        """The tokens of each adapter, int64, for layers in plain torch. The first access waits for a GPU."""
+        used = self.slots.unique().tolist()
+        return [(slot, (self.slots == slot).nonzero().flatten()) for slot in used if slot]
 
 
 @dataclass(slots=True)
@@ -36,6 +50,14 @@ class ForwardBatch:
     """`seq_lens` on the host, so that planning never waits for the device"""
     extend_lens_host: Int32Array | None
     """[B], number of new tokens of each row, on the host; None in DECODE"""
+    adapters: TokenAdapters | None = None
+    """of the T tokens; None: the runner has no adapters"""
+    sampled_adapters: TokenAdapters | None = None
+    """of the tokens of `logits_indices`, if there are `adapters`"""
+
+    def of_sampled(self) -> ForwardBatch:
+        """The batch for layers that compute only the tokens of `logits_indices`."""
+        return self if self.adapters is None else replace(self, adapters=self.sampled_adapters)
 
     @property
     def batch_size(self) -> int:

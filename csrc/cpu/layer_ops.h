@@ -73,10 +73,11 @@ inline optional<Tensor> compact_op(const Tensor& panels) {
 }
 
 /// The rows of x as floats, in a tensor that this call may record.
-inline Tensor widened_rows(const Tensor& x) {
+template <typename X = at::BFloat16>
+Tensor widened_rows(const Tensor& x) {
   const int64_t k = x.size(1);
   auto floats = empty_result({x.size(0), k}, x.options().dtype(at::kFloat));
-  run_or_record(x.size(0), [=, x = x.const_data_ptr<at::BFloat16>(), out = floats.data_ptr<float>()](int64_t rows) {
+  run_or_record(x.size(0), [=, x = x.const_data_ptr<X>(), out = floats.template data_ptr<float>()](int64_t rows) {
     widen_rows(x, rows, k, out);
   });
   return floats;

@@ -320,7 +320,8 @@ void gated_linear(const X& x, int64_t rows, const Weight& weight, const NextWeig
 }
 
 /// x [rows, k] as floats
-inline void widen_rows(const at::BFloat16* x, int64_t rows, int64_t k, float* out) {
+template <typename X>
+void widen_rows(const X* x, int64_t rows, int64_t k, float* out) {
   for_each_row_block(rows, k, [=](int64_t first, int64_t end) {
     for (int64_t i = first * k; i < end * k; i += kPanel) store_pair(out + i, load_pair(x + i, end * k - i), end * k - i);
   });

@@ -6,6 +6,7 @@
 #include "choice_ops.h"
 #include "experts_ops.h"
 #include "layer_ops.h"
+#include "lora_ops.h"
 #include "onednn.h"
 #include "rates.h"
 #include "step_ops.h"
@@ -45,6 +46,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def(
       "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, str activation=\"\") -> Tensor",
       &onednn_linear_op);
+  m.def("gated_activation(Tensor gate_up, ScalarType dtype, str activation) -> Tensor", &gated_activation_op);
+  m.def(
+      "add_lora(Tensor x, Tensor(a!) out, Tensor a, Tensor b, Tensor ranks, Tensor adapters, int[] rows) -> ()",
+      &add_lora_op);
   m.def("select_rows(Tensor x, Tensor indices) -> Tensor", &select_rows_op);
   m.def("plain_embedding(Tensor ids, Tensor weight, ScalarType dtype) -> Tensor", &plain_embedding_op);
   m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);

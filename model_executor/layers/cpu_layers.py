@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..forward_batch import ForwardBatch
 from .attention import QKNorm
 from .embedding import Embedding
 from .experts import ExpertWeights, RouterWeights
-from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
+from .kinds import AttentionLayer, GatedSteps, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .output_head import GreedyHead, GreedyLayer, OutputHead
 from .packing import Weight, interleave, pack, pack_bias, pack_gated
@@ -83,6 +84,11 @@ class CpuGatedLinear:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.gated_linear(x, self.packed, self.bias, self.num_out, self._activation)
+
+
+def activation_of(activation: Activation, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What activates the result of a gate and up projection. `dtype`: type of its result."""
+    return partial(_ops.gated_activation, dtype=dtype, activation=activation)
 
 
 class CpuExperts:
@@ -252,6 +258,10 @@ class CpuFloatLayers(CpuLayers):
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return CpuGatedLinear(weight, bias, activation, compact=self._compact)
+
+    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
+        projection = CpuLinear(weight, bias, to_float=True, compact=self._compact)
+        return GatedSteps(projection, activation_of(activation, self._dtype))
 
     def router(self, router: RouterWeights) -> Layer:
         return CpuLinear(*router, to_float=True, compact=self._compact)

@@ -5,8 +5,9 @@ The kind is chosen once, when the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +16,7 @@ from ...srt.model_files.model_config import Activation, ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
+from .activation import gated_activation
 from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding
@@ -39,6 +41,15 @@ class AttentionLayer(Protocol):
     """Attention: qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]. Stores K and V in the pool."""
 
     def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
+
+
+class GatedSteps(NamedTuple):
+    """A gate and up projection in two steps, with the bits of the fused layer."""
+
+    projection: Layer
+    """x [T, in] -> [T, 2 * out], the gate's columns first. It may be float32 for every type of x"""
+    activate: Callable[[torch.Tensor], torch.Tensor]
+    """its result, which may be overwritten -> activation(gate) * up [T, out]"""
 
 
 class LayerKinds(Protocol):
@@ -66,6 +77,9 @@ class LayerKinds(Protocol):
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         """Make the fused gate and up projection, which returns activation(gate) * up."""
+
+    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
+        """Make the same in two steps, for what is added before the activation."""
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
@@ -117,6 +131,9 @@ class TorchLayers:
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return GatedLinear(weight, bias, activation)
+
+    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
+        return GatedSteps(self.linear(weight, bias), partial(gated_activation, activation=activation))
 
     def router(self, router: RouterWeights) -> Layer:
         """Make the layer of a router, which `float32_logits` calls."""

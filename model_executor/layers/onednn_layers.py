@@ -13,8 +13,8 @@ import torch
 
 from ...srt.model_files.model_config import Activation
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuFloatLayers
-from .kinds import Layer
+from .cpu_layers import CpuFloatLayers, activation_of
+from .kinds import GatedSteps, Layer
 
 _ops = torch.ops.tercet_cpu
 
@@ -40,10 +40,17 @@ class OneDnnLinear:
         is_gated = activation is not None
         self.num_out = len(weight) // 2 if is_gated else len(weight)
         self._is_gated = is_gated
-        self._activation = activation or ""
+        self._activation: str = activation or ""
         self._columns = _columns_of_a_part(weight.shape, weight.itemsize, is_gated=is_gated)
         self.parts = [_ops.pack_for_onednn(part) for part in self._divided(weight.detach())]
         self._biases = [] if bias is None else self._divided(bias)
+
+    @classmethod
+    def without_activation(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> OneDnnLinear:
+        """The layer of a gate and up projection whose results are the halves themselves, from the same parts."""
+        layer = cls(weight, bias, "silu")
+        layer._activation = "none"
+        return layer
 
     def _divided(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a weight [n, k] or of a bias [n]. Those of a gated layer have rows of gate, then of up."""
@@ -62,6 +69,9 @@ class OneDnnLayers(CpuFloatLayers):
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return OneDnnLinear(weight, bias, activation)
+
+    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
+        return GatedSteps(OneDnnLinear.without_activation(weight, bias), activation_of(activation, self._dtype))
 
 
 def _columns_of_a_part(shape: tuple[int, ...], itemsize: int, *, is_gated: bool) -> int:

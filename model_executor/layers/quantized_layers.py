@@ -11,9 +11,9 @@ from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
+from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, activation_of, embedding_of
 from .experts import ExpertWeights, RouterWeights
-from .kinds import Layer
+from .kinds import GatedSteps, Layer
 from .linear import Linear
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
@@ -70,6 +70,9 @@ class QuantizedLayers(CpuLayers):
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return QuantizedGatedLinear(weight, bias, activation)
+
+    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
+        return GatedSteps(QuantizedLinear(weight, bias, to_float=True), activation_of(activation, self._dtype))
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         if not self.compiled_experts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .embedding import Embedding
 from .experts import ExpertWeights, RouterWeights
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
 from .fp8_weight import Fp8Weight
-from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
+from .kinds import AttentionLayer, GatedSteps, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .linear import GatedLinear
 from .rotary import CosSin, RotationTable
@@ -157,6 +158,9 @@ class TritonLayers(TorchLayers):
         if isinstance(weight, Fp8Weight):
             return Fp8GatedLinear(weight, bias, activation)
         return GatedLinear(weight, bias, activation, activate=act_and_mul)
+
+    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
+        return GatedSteps(self.linear(weight, bias), partial(act_and_mul, activation=activation))
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return TritonExperts(router, experts, config)
