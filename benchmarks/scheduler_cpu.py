@@ -177,6 +177,13 @@ class NullDevice:
         self._num_top: dict[int, int] = {}
         """Rows with log probabilities, and how many of the most probable tokens they list."""
 
+    def load_adapter(self, slot: int, path: str) -> str:
+        """Adapters change nothing here."""
+        return path
+
+    def unload_adapter(self, slot: int) -> None:
+        """As `load_adapter`."""
+
     def launch(self, step: StepInputs) -> NullStep:
         self.timer.enter(Phase.OUTSIDE)
         self.last_step = step

@@ -31,11 +31,17 @@ class StepTrace(Protocol):
 StartTrace = Callable[[StartProfileReq], StepTrace]
 
 
+class _Launcher(Protocol):
+    """A runner, as far as a profile needs it."""
+
+    def launch(self, step: StepInputs) -> LaunchedStep: ...
+
+
 class Profiling:
     """Starts and stops profiles, one at a time, and writes their traces."""
 
     def __init__(self, runner: Runner, io: SchedulerIO, start_trace: StartTrace) -> None:
-        self.runner: Runner = runner
+        self.runner: _Launcher = runner
         """The scheduler's runner. While a profile runs, it records its steps."""
         self._bare = runner
         self._io = io

@@ -84,6 +84,8 @@ class NewRow:
     """EOS and stop tokens, which are not sampled before `min_new_tokens`."""
     logprobs: LogprobOptions | None = None
     """The log probabilities that every step returns for the row's new tokens; None: none."""
+    adapter: int = 0
+    """The adapter slot whose weights are added to the model's for this row; 0: none."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -288,6 +290,16 @@ class Runner(Protocol):
 
     def launch(self, step: StepInputs) -> LaunchedStep:
         """Queue the forward pass of a step. Returns without waiting on a GPU, and after the pass on a CPU."""
+
+    def load_adapter(self, slot: int, path: str) -> str:
+        """Reads the LoRA adapter in the folder `path` into an adapter slot, counted from 1. Returns its fingerprint: a
+        hex digest of its config and its weights.
+
+        No row in flight may use the slot. Raises ValueError for an adapter that cannot be used; then the slot is empty.
+        """
+
+    def unload_adapter(self, slot: int) -> None:
+        """Makes an adapter slot empty: its rows compute as without an adapter. No row in flight may use it."""
 
 
 def encode_step(step: StepInputs) -> bytes:

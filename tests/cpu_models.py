@@ -45,8 +45,8 @@ VARIANTS = [
 ]
 
 
-def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
-    """Makes a runner. `variant`: one of VARIANTS; `options`: options of ModelRunner.
+def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, lora=None, **options):
+    """Makes a runner. `variant`: one of VARIANTS; `lora`: a LoraSize; `options`: options of ModelRunner.
 
     Skips the test if this variant leaves the products to torch.
     """
@@ -69,7 +69,7 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
     }
     # With pages, the head dimension must fill whole panels.
     config = config if page_size == 1 else replace(config, head_dim=32)
-    resolved = replace(make_settings(config, **settings), onednn=onednn)
+    resolved = replace(make_settings(config, **settings), onednn=onednn, lora=lora)
     if products == "widened":
         tuning = default_tuning()._replace(bfloat16="widened")
         resolved = replace(resolved, cpu_kernels=ChosenTuning(tuning, "test"))

@@ -34,7 +34,7 @@ class RunnerDriver:
         self.logits.append(logits.clone())
         return self._sample(logits, *arguments)
 
-    def add(self, row, sampling=None):
+    def add(self, row, sampling=None, adapter=0):
         """Starts a request in `row`. Pass the result to `extend` in `new_rows`."""
         self.lens[row] = 0
         none = np.empty(0, np.int32)
@@ -45,6 +45,7 @@ class RunnerDriver:
             prompt_ids=none,
             output_ids=none,
             stop_ids=(),
+            adapter=adapter,
         )
 
     def _grow(self, row, count):
@@ -101,14 +102,14 @@ class RunnerDriver:
         launched.sample(None if self.masks is None else self.masks(step.num_choices))
         return launched.wait().tokens
 
-    def logits_along(self, row, ids, chunks):
+    def logits_along(self, row, ids, chunks, adapter=0):
         """Runs one request's `ids` in chunks of these lengths, and the remaining ids in decode steps.
 
         Returns {position: logits of its token}.
         """
         found = {}
         end = 0
-        new_rows = [self.add(row)]
+        new_rows = [self.add(row, adapter=adapter)]
         for length in chunks:
             self.extend({row: ids[end : end + length]}, new_rows=new_rows)
             new_rows = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.runner.settings import RunnerSettings, resolve_settings
@@ -15,5 +18,5 @@ def make_settings(config: ModelConfig, **settings) -> RunnerSettings:
     return resolve_settings(ServerArgs(model_path=config.model_path, **{**defaults, **settings}), config)
 
 
-def make_runner(config: ModelConfig, **settings) -> ModelRunner:
-    return load_runner(make_settings(config, **settings), config)
+def make_runner(config: ModelConfig, lora: LoraSize | None = None, **settings) -> ModelRunner:
+    return load_runner(replace(make_settings(config, **settings), lora=lora), config)

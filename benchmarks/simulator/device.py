@@ -117,6 +117,13 @@ class SimDevice:
         self._last_token_s = np.full(num_rows, _NEVER)
         self._has_recorded_ids = False
 
+    def load_adapter(self, slot: int, path: str) -> str:
+        """Adapters change nothing here."""
+        return path
+
+    def unload_adapter(self, slot: int) -> None:
+        """As `load_adapter`."""
+
     def launch(self, step: StepInputs) -> SimStep:
         shape = shape_of(step)
         for new in step.new_rows:

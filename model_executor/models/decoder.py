@@ -187,6 +187,7 @@ class Decoder:
                 residual = self._select_rows(residual, batch.logits_indices)
                 if not len(residual):
                     return Stream(None, residual)
+                batch = batch.of_sampled()
             pending = layer.feed_forward(attention_out, residual, batch)
         return Stream(pending, residual)
 

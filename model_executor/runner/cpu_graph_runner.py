@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from ..device.device_buffers import TokenCopy
-from ..forward_batch import ForwardBatch
+from ..forward_batch import ForwardBatch, TokenAdapters
 from ..layers.output_head import GreedyHead
 from ..models.family import Model
-from ..step import FROM_DEVICE, Choices, ForwardMode, StepInputs
+from ..step import FROM_DEVICE, Choices, ForwardMode, Int32Array, StepInputs
+from .adapters import RowAdapters
 from .recorded_steps import StepHead
 from .slot_table import SlotTable
 
@@ -33,12 +34,20 @@ class CpuGraphRunner:
     operations."""
 
     def __init__(
-        self, model: Model, *, max_tokens: int, max_rows: int, newest_tokens: torch.Tensor, table: SlotTable
+        self,
+        model: Model,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        newest_tokens: torch.Tensor,
+        table: SlotTable,
+        row_adapters: RowAdapters | None = None,
     ) -> None:
         """
         Args:
             model: a model whose layers are compiled operations (RuntimeError otherwise)
             newest_tokens: int64 [num_rows + 1], newest token of each row
+            row_adapters: the LoRA adapter of each row; None: the model has no adapters
         """
         self._rotary = model.rotary
         self._newest_tokens, self._table = newest_tokens, table.tensor
@@ -48,6 +57,9 @@ class CpuGraphRunner:
         self._of_tokens = torch.zeros((3, max_tokens), dtype=torch.int64)
         self._of_requests = torch.zeros((4, max_rows), dtype=torch.int64)
         self._starts = torch.zeros(max_rows + 1, dtype=torch.int64)
+        self._row_adapters = row_adapters
+        self._adapters = TokenAdapters(torch.zeros(max_tokens, dtype=torch.int32))
+        self._sampled_adapters = TokenAdapters(torch.zeros(max_rows, dtype=torch.int32))
         ids, slots, positions = self._of_tokens
         rows, seq_lens, selected, self._sampled_rows = self._of_requests
         batch = ForwardBatch(
@@ -63,6 +75,8 @@ class CpuGraphRunner:
             prefix_lens=None,
             seq_lens_host=np.zeros(max_rows, np.int32),
             extend_lens_host=None,
+            adapters=None if row_adapters is None else self._adapters,
+            sampled_adapters=None if row_adapters is None else self._sampled_adapters,
         )
         self._kept = model, batch
         """Kept alive, because the graph holds only their addresses."""
@@ -88,6 +102,8 @@ class CpuGraphRunner:
     def run(self, step: StepInputs, choices: Choices | None) -> StepHead:
         """Run a step up to its hidden states."""
         longest, num_choices = self._set_decode(step) if choices is None else self._set_extend(step, choices)
+        if self._row_adapters is not None:
+            self._set_adapters(self._row_adapters.host, step, choices)
         self._rotary.cover(longest)
         self._graph.run(step.num_tokens, len(step.rows), num_choices)
         rows = self._sampled_rows[:num_choices]
@@ -112,6 +128,13 @@ class CpuGraphRunner:
         of_requests[2:, : len(choices.at)] = choices.at, choices.rows
         self._starts.numpy()[: num_requests + 1] = starts
         return int(step.seq_lens.max()), len(choices.at)
+
+    def _set_adapters(self, of_rows: Int32Array, step: StepInputs, choices: Choices | None) -> None:
+        """Set the adapters of the tokens of a step, and of the sampled ones."""
+        token_rows = step.rows if step.extend_lens is None else np.repeat(step.rows, step.extend_lens)
+        sampled_rows = step.rows if choices is None else choices.rows
+        self._adapters.slots.numpy()[: len(token_rows)] = of_rows[token_rows]
+        self._sampled_adapters.slots.numpy()[: len(sampled_rows)] = of_rows[sampled_rows]
 
     def _end_in_logits(self, num_choices: int) -> torch.Tensor:
         self._graph.run_ending(_LOGITS)

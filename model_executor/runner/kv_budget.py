@@ -74,6 +74,15 @@ def check_host_kv(num_bytes: int, available: int, *, on_cpu: bool) -> None:
         )
 
 
+def check_adapters(num_bytes: int, available: int) -> None:
+    """Raises ValueError if the tables of LoRA adapters take all memory that is available beside the weights."""
+    if num_bytes and num_bytes >= available:
+        raise ValueError(
+            f"the tables of LoRA adapters need {_gib(num_bytes)}, but beside the weights only {_gib(available)} are "
+            "available; lower --max-loras or --max-lora-rank"
+        )
+
+
 def check_weights(num_bytes: int, memory: Memory) -> None:
     """Raises ValueError if weights of `num_bytes` take all memory that is available on a GPU."""
     if num_bytes >= memory.available:

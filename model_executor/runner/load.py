@@ -25,20 +25,22 @@ from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
 from ..kernels.host_compiler import needs_c_compiler
 from ..layers.kinds import LayerKinds, is_compiled, layers_for
+from ..layers.lora_layers import AdaptedParameters, LoraLayers
 from ..models.family import Model, Parameters, family_of
 from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
 from ..weights.cache_folder import open_cache_folder
 from ..weights.loader import load_parameters
+from .adapters import make_adapters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .host_kv import HostKV, device_bytes
-from .kv_budget import check_host_kv, check_random_weights, check_weights, num_kv_tokens
+from .kv_budget import check_adapters, check_host_kv, check_random_weights, check_weights, num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
-from .slot_table import SlotTable
+from .slot_table import make_slot_table
 from .step_memory import activation_bytes, rotation_bytes, saved_split_bytes, torch_attention_bytes
 from .warmup import all_allowed, low_tile_tokens, warmup_steps
 from .weight_update import BuiltModel, WeightUpdater
@@ -90,17 +92,6 @@ def _needs_device_memory() -> Iterator[None]:
         ) from error
 
 
-def _table(settings: RunnerSettings) -> SlotTable:
-    rows, context_len = settings.max_running_requests, settings.context_len
-    try:
-        return SlotTable(rows, context_len, settings.device)
-    except (OSError, torch.OutOfMemoryError) as error:
-        raise ValueError(
-            f"no memory for a table of --max-running-requests {rows} times --context-length {context_len} positions; "
-            "lower one of them"
-        ) from error
-
-
 class _RunnerBuilder:
     """The state of one `load_runner` call."""
 
@@ -119,7 +110,10 @@ class _RunnerBuilder:
             check_random_weights(self.weight_bytes, host_memory().available)
         # Before what takes long, and takes memory for each row. The runner that is measured and the runner that serves
         # share it, so that the measurement includes it.
-        self.table = _table(settings)
+        self.table = make_slot_table(settings.max_running_requests, settings.context_len, settings.device)
+        self.uploads = Uploads(settings.device, self.accelerator)
+        self.adapters = make_adapters(settings, config, self.uploads)
+        self._adapter_bytes = 0 if self.adapters is None else self.adapters.num_bytes
         self.parameters: Parameters = load_parameters(
             config,
             settings.dtype,
@@ -130,8 +124,8 @@ class _RunnerBuilder:
             forms=settings.weight_forms,
             packed=self._layers(settings, settings.attention_backend).compiled and not settings.onednn,
             compact=settings.compact,
+            fused_gates=settings.lora is None,
         )
-        self.uploads = Uploads(settings.device, self.accelerator)
         self.sampler = Sampler(
             settings.max_running_requests,
             config.vocab_size,
@@ -149,9 +143,12 @@ class _RunnerBuilder:
         return 0 if self.settings.host_kv is None else self.settings.host_kv.num_bytes
 
     def build_on_cpu(self) -> ModelRunner:
-        # The layers read the weights later, and the host's KV memory is made later: both are still free.
+        # The layers read the weights later, the host's KV memory is made later, and adapters are loaded later: their
+        # memory is still free.
         host = host_memory()
         left = max(host.available - self.weight_bytes, 0)
+        check_adapters(self._adapter_bytes, left)
+        left -= self._adapter_bytes
         check_host_kv(self._host_kv_bytes, left, on_cpu=True)
         memory = Memory(host.total, left - self._host_kv_bytes)
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
@@ -248,8 +245,8 @@ class _RunnerBuilder:
         backend = HOPPER if settings.hopper_prefill else settings.attention_backend
         attention = create_attention_backend(backend, family_of(config).attention(config), kv_pool)
         model = self._model(settings, self.parameters, attention)
-        num_bytes = RunnerBytes(self.weight_bytes, pool_tokens * self.bytes_per_token)
-        return ModelRunner(
+        num_bytes = RunnerBytes(self.weight_bytes + self._adapter_bytes, pool_tokens * self.bytes_per_token)
+        runner = ModelRunner(
             settings,
             config,
             model,
@@ -261,6 +258,8 @@ class _RunnerBuilder:
             self.accelerator,
             num_bytes,
         )
+        runner.adapters = self.adapters
+        return runner
 
     def _kv_pool(self, num_tokens: int) -> MHATokenToKVPool:
         settings, config = self.settings, self.config
@@ -284,6 +283,8 @@ class _RunnerBuilder:
 
     def _model(self, settings: RunnerSettings, parameters: Parameters, attention: AttentionBackend) -> Model:
         layers = self._layers(settings, attention.name)
+        if self.adapters is not None:
+            layers, parameters = LoraLayers(layers), AdaptedParameters(parameters, self.adapters.tables)
         return family_of(self.config).build(self.config, parameters, attention, layers, settings.context_len)
 
     def weight_updater(self, runner: ModelRunner) -> WeightUpdater:
@@ -387,6 +388,7 @@ class _RunnerBuilder:
             max_rows=self.settings.max_recorded_rows,
             newest_tokens=runner.future_tokens,
             table=runner.table,
+            row_adapters=None if self.adapters is None else self.adapters.rows,
         )
 
 

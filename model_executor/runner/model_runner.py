@@ -14,7 +14,7 @@ from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
 from ..device.inference_mode import in_inference_mode
-from ..forward_batch import ForwardBatch
+from ..forward_batch import ForwardBatch, TokenAdapters
 from ..layers.output_head import GreedyHead
 from ..layers.residual import Stream
 from ..models.family import Model
@@ -23,6 +23,7 @@ from ..sampling.newest_tokens import NewestTokens
 from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
 from ..step import FROM_DEVICE, Choices, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
+from .adapters import Adapters
 from .hidden_states import ArrivingStates, fetch_hidden
 from .hidden_sums import ArrivingSums, sum_hidden
 from .host_kv import CopiesUnderWay, HostKV
@@ -36,6 +37,7 @@ class RunnerBytes(NamedTuple):
     """Device memory of a runner, in bytes."""
 
     weights: int
+    """with the tables of LoRA adapters"""
     kv_pool: int
     graphs: int = 0
 
@@ -90,6 +92,8 @@ class ModelRunner:
         """The memory of the host tier. None: there is no tier, and no step has `kv_copies`."""
         self.weights: WeightUpdater | None = None
         """Loads other weights. Set when the runner is complete."""
+        self.adapters: Adapters | None = None
+        """The LoRA adapters. None: there are none, and no row has one."""
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -100,6 +104,16 @@ class ModelRunner:
         """Run the steps that `recorded` can run with it from now on."""
         self._recorded = recorded
         self.num_bytes = self.num_bytes._replace(graphs=recorded.num_bytes)
+
+    @in_inference_mode
+    def load_adapter(self, slot: int, path: str) -> str:
+        assert self.adapters is not None
+        return self.adapters.load(slot, path)
+
+    @in_inference_mode
+    def unload_adapter(self, slot: int) -> None:
+        assert self.adapters is not None
+        self.adapters.unload(slot)
 
     @in_inference_mode
     def launch(self, step: StepInputs) -> RunningStep:
@@ -123,6 +137,8 @@ class ModelRunner:
         for new_row in step.new_rows:
             self.sampler.set_row(new_row)
             self._logprobs.set_row(new_row)
+        if self.adapters is not None:
+            self.adapters.rows.set_rows(step.new_rows)
         extras, choices = NO_EXTRAS, None if step.mode is ForwardMode.DECODE else step.choices()
         if self._recorded is not None and self._recorded.can_run(step):
             self._update_table(step)
@@ -214,6 +230,7 @@ class ModelRunner:
             prefix_lens=None,
             seq_lens_host=seq_lens,
             extend_lens_host=None,
+            adapters=None if self.adapters is None else self.adapters.rows.of_rows(inputs.rows),
         )
         self._prepare(batch)
         return self.model.transform(start.x, start.rotations, batch)
@@ -270,10 +287,10 @@ class ModelRunner:
             _int64(prefix_lens_host),
             wanted_host,
             _int64(choices.rows),
+            *([] if self.adapters is None else [self.adapters.rows.host[np.repeat(step.rows, extend_lens)]]),
         )
-        places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, wanted, chosen = (
-            sent
-        )
+        places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, *rest = sent
+        wanted, chosen, *adapters = rest
         self.table.write(places, new_slots)
         if len(unknown):
             ids.index_copy_(0, at, self.future_tokens.index_select(0, from_rows))
@@ -290,6 +307,8 @@ class ModelRunner:
             prefix_lens=prefix_lens,
             seq_lens_host=step.seq_lens,
             extend_lens_host=extend_lens,
+            adapters=TokenAdapters(*adapters) if adapters else None,
+            sampled_adapters=TokenAdapters(adapters[0].index_select(0, wanted)) if adapters else None,
         )
         if not step.has_extras:
             return self._step_head(self._stream(batch), chosen), NO_EXTRAS

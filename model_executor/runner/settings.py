@@ -20,6 +20,7 @@ from ..cpu_calibration import ChosenTuning, resolve_tuning
 from ..device.dtypes import dtype_name, resolve_dtype
 from ..kernels.tuning import HOPPER_HEAD_DIMS, HOPPER_PAGE
 from ..layers.fp8_weight import FP8_FORMS
+from ..layers.lora_layers import LoraSize
 from ..layers.onednn_layers import keeps_bits, part_shapes
 from ..models.family import family_of
 from ..weights.loader import checkpoint_dtype, stored_forms, stored_fp8_forms, stored_matrix_dtype
@@ -117,6 +118,8 @@ class RunnerSettings:
     """the host's KV memory; None: there are no tiers below the KV pool"""
     seed: int
     """seed of dummy weights; 0 by default"""
+    lora: LoraSize | None = None
+    """the size of the tables of LoRA adapters; None: no layer has adapters"""
 
     @property
     def rounds_to_integers(self) -> bool:
@@ -219,7 +222,7 @@ def _check_kernel_flags(server_args: ServerArgs, backend: str, dtype: torch.dtyp
         raise ValueError(
             f"--cpu-kernels {server_args.cpu_kernels} needs the attention backend cpu, but it is {backend}"
         )
-    if server_args.dependent_launch and not (server_args.fuse_small_steps and _has_dependent_launch(device)):
+    if server_args.dependent_launch and not (server_args.fuse_small_steps and _nvidia_capability(device) >= (9, 0)):
         raise ValueError(
             "--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute capability 9.0 or higher"
         )
@@ -279,10 +282,6 @@ def _has_whole_words(config: ModelConfig, dtype: torch.dtype) -> bool:
 def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:
     """Whether linear layers multiply bfloat16, the type of the activations, without widening it."""
     return dtype == torch.bfloat16 and cpu_extension.multiplies(dtype) and chosen.tuning.bfloat16 == "native"
-
-
-def _has_dependent_launch(device: torch.device) -> bool:
-    return _nvidia_capability(device) >= (9, 0)
 
 
 def _check_hopper_prefill(

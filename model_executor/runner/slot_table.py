@@ -13,6 +13,17 @@ from ...srt.machine.huge_pages import zeroed
 from ..step import Int32Array, StepInputs, TableUpdate
 
 
+def make_slot_table(num_rows: int, context_len: int, device: torch.device) -> SlotTable:
+    """Make the table of a server's settings. Raises ValueError that names them if there is no memory for it."""
+    try:
+        return SlotTable(num_rows, context_len, device)
+    except (OSError, torch.OutOfMemoryError) as error:
+        raise ValueError(
+            f"no memory for a table of --max-running-requests {num_rows} times --context-length {context_len} "
+            "positions; lower one of them"
+        ) from error
+
+
 class SlotTable:
     """The table of slots. `tensor`: int32 [num_rows + 1, context_len]. Positions beyond a request hold old numbers."""
 

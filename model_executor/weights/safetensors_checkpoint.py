@@ -94,19 +94,21 @@ class SafetensorsCheckpoint:
         return self._file_of[self._stored_name[name]]
 
 
+def in_language_model(name: str) -> str:
+    """The name that a tensor or a module of a language model has in a model for text only."""
+    match = _IN_LANGUAGE_MODEL.match(name)
+    return name if match is None else f"{match['head'] or _PREFIX}{name[match.end() :]}"
+
+
 def _names_of_language_model(names: Iterable[str]) -> dict[str, str]:
     """The names in the files, by the names of a model for text only.
 
     A model that also takes images has its language model under a name of its own, beside its other parts.
     """
-    matches = {name: _IN_LANGUAGE_MODEL.match(name) for name in names}
-    if not any(matches.values()):
-        return {name: name for name in matches}
-    of_text = {name: match for name, match in matches.items() if not name.startswith(_PARTS_FOR_IMAGES)}
-    return {
-        name if match is None else f"{match['head'] or _PREFIX}{name[match.end() :]}": name
-        for name, match in of_text.items()
-    }
+    given = list(names)
+    if not any(map(_IN_LANGUAGE_MODEL.match, given)):
+        return {name: name for name in given}
+    return {in_language_model(name): name for name in given if not name.startswith(_PARTS_FOR_IMAGES)}
 
 
 def _weight_map(index_path: str) -> dict[str, str]:
