@@ -49,6 +49,8 @@ def _flags(group: type) -> list[_Flag]:
             optional = type(None) in get_args(base)
             base, *others = (arg for arg in get_args(base) if arg is not type(None))
             words = next((get_args(arg) for arg in others if get_origin(arg) is Literal), ())
+        if get_origin(base) is list:  # the flag takes its items
+            (base,) = get_args(base)
         choices = get_args(base) if get_origin(base) is Literal else None
         default = None if field.default is dataclasses.MISSING else field.default
         flags.append(_Flag(field.name, str if choices else base, choices, words, optional, default, setting))
@@ -67,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser, hidden: Collection[str] = ())
             options = _argument(flag)
             if flag.name in hidden:
                 options["help"] = argparse.SUPPRESS
-            group.add_argument(flag_name(flag.name), default=argparse.SUPPRESS, **options)
+            names = (flag_name(flag.name), *flag.setting.aliases)
+            group.add_argument(*names, dest=flag.name, default=argparse.SUPPRESS, **options)
 
 
 def _argument(flag: _Flag) -> dict[str, Any]:
@@ -76,6 +79,8 @@ def _argument(flag: _Flag) -> dict[str, Any]:
     if flag.type is bool:
         return {"action": "store_true", "help": text}
     name = flag.type.__name__.upper()
+    if flag.setting.several:
+        return {"action": "extend", "nargs": "+", "metavar": name, "help": text}
     if flag.setting.repeatable:
         return {"action": "append", "metavar": name, "help": text}
     shown = "" if flag.default is None else f" (default: {flag.default})"

@@ -16,12 +16,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from .adapters import parse_lora_paths
 from .model_files.model_name import model_name
 from .origins import parse_origins
 from .settings.checks import check_settings
 from .settings.device import DeviceSettings
 from .settings.failures import FailureSettings
 from .settings.http import HttpSettings
+from .settings.lora import LoraSettings
 from .settings.model import ModelSettings
 from .settings.observability import ObservabilitySettings
 from .settings.prefix_cache import PrefixCacheSettings
@@ -32,6 +34,7 @@ from .settings.setting import Setting, flag_name
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs(
     ModelSettings,
+    LoraSettings,
     HttpSettings,
     DeviceSettings,
     SchedulerSettings,
@@ -47,6 +50,8 @@ class ServerArgs(
     """
 
     def __post_init__(self) -> None:
+        if self.lora_paths:
+            object.__setattr__(self, "enable_lora", True)  # the only way to change a frozen object
         check_settings(self)
 
     @property
@@ -61,9 +66,18 @@ class ServerArgs(
         return dataclasses.replace(self, random_seed=secrets.randbits(32))
 
     @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The path of each adapter of --lora-paths by its name."""
+        return parse_lora_paths(self.lora_paths)
+
+    @property
     def model_name(self) -> str:
         """The model's name in the API. It tells nothing of the server's folders."""
         return self.served_model_name or model_name(self.model_path)
+
+    def is_model(self, name: str) -> bool:
+        """Whether a client that gives this name as its `model` means the model itself, without an adapter."""
+        return name in (self.model_name, self.model_path, "default")
 
     @property
     def api_keys(self) -> tuple[str, ...]:

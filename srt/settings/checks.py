@@ -26,6 +26,8 @@ RETENTION_SETTINGS = ("max_retention_s", "tool_call_retention_s", "max_retained_
 MAX_HTTP_WORKERS = 64
 _AT_LEAST_1 = (
     "context_length",
+    "max_loras",
+    "max_lora_rank",
     "stream_interval",
     "max_total_tokens",
     "max_running_requests",
@@ -60,10 +62,11 @@ def check_settings(args: ServerArgs) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{flag_name(name)} must be at least 1, got {value}")
-    for name in ("update_weights_dir", "profile_dir", "weight_version", "served_model_name", "resume_file"):
+    for name in ("update_weights_dir", "lora_dir", "profile_dir", "weight_version", "served_model_name", "resume_file"):
         if getattr(args, name) == "":  # an empty folder would be the current one
             raise ValueError(f"{flag_name(name)} must not be empty")
     _check_sizes(args)
+    _check_lora(args)
     _check_http(args)
     _check_observability(args)
     _check_scheduler(args)
@@ -94,6 +97,18 @@ def _check_sizes(args: ServerArgs) -> None:
         raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
     if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
         raise ValueError(f"--mem-fraction-static must be in (0, 1), got {args.mem_fraction_static}")
+
+
+def _check_lora(args: ServerArgs) -> None:
+    for name in ("lora_dir", "max_loras", "max_lora_rank"):
+        if not args.enable_lora and getattr(args, name) is not None:
+            raise ValueError(f"{flag_name(name)} needs --enable-lora or --lora-paths")
+    names = args.adapter_paths.keys()
+    if args.max_loras is not None and len(names) > args.max_loras:
+        raise ValueError(f"--max-loras must be at least {len(names)} for the adapters of --lora-paths")
+    for name in names:
+        if args.is_model(name):
+            raise ValueError(f"--lora-paths: {name!r} is a name of the model; an adapter needs another one")
 
 
 def _check_http(args: ServerArgs) -> None:

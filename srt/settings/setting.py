@@ -9,13 +9,16 @@ from dataclasses import dataclass
 class Setting:
     """The annotation of a field: its line of help, and whether only the HTTP server has it.
 
-    `secret`: no answer and no log shows its value. `repeatable`: the flag may be given several times.
+    `secret`: no answer and no log shows its value. `repeatable`: the flag may be given several times. `several`: it may
+    also have several values. `aliases`: other flags of the same setting.
     """
 
     help: str
     server_only: bool = False
     secret: bool = False
     repeatable: bool = False
+    several: bool = False
+    aliases: tuple[str, ...] = ()
 
 
 def server_setting(text: str, *, secret: bool = False, repeatable: bool = False) -> Setting:

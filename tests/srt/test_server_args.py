@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from tercet.srt.command_line import add_arguments, from_namespace
 from tercet.srt.engine_settings import engine_settings
 from tercet.srt.server_args import ServerArgs
 
@@ -38,6 +40,16 @@ from tercet.srt.server_args import ServerArgs
             {"speculative_num_draft_tokens": 4},
             "--speculative-num-draft-tokens needs --speculative-algorithm NGRAM",
         ),
+        ({"lora_paths": "a=b"}, "--lora-paths must be list or null, got 'a=b'"),
+        ({"lora_paths": ["a=1", "a=2"]}, "--lora-paths names 'a' twice"),
+        ({"lora_paths": ["A=1"]}, "--lora-paths: 'A' is a name of the model; an adapter needs another one"),
+        ({"lora_paths": ["a=1", "b=2"], "max_loras": 1}, "--max-loras must be at least 2 for the adapters of"),
+        ({"max_loras": 2}, "--max-loras needs --enable-lora or --lora-paths"),
+        ({"max_lora_rank": 2}, "--max-lora-rank needs --enable-lora or --lora-paths"),
+        ({"lora_dir": "x"}, "--lora-dir needs --enable-lora or --lora-paths"),
+        ({"enable_lora": True, "lora_dir": ""}, "--lora-dir must not be empty"),
+        ({"enable_lora": True, "max_loras": 0}, "--max-loras must be at least 1, got 0"),
+        ({"enable_lora": True, "max_lora_rank": 0}, "--max-lora-rank must be at least 1, got 0"),
         ({"prot": 30000}, "unknown setting prot; did you mean port?"),
         ({"zzz": 1}, "unknown setting zzz; docs/server_args.md lists all"),
         ({"kv_events_config": '{"publisher": "kafka"}'}, '"publisher" is "zmq" or "null"'),
@@ -64,3 +76,17 @@ def test_an_engine_without_a_tokenizer_has_no_settings_of_one() -> None:
 def test_paths_of_an_engine_may_be_path_objects() -> None:
     made = engine_settings(Path("A"), None, {"tokenizer_path": Path("B/C"), "page_size": 16}, refused={})
     assert (made.model_path, made.tokenizer_path, made.page_size) == ("A", "B/C", 16)
+
+
+def test_adapters_of_the_start_turn_lora_on() -> None:
+    assert ServerArgs(model_path="A", lora_paths=["a=1"]).enable_lora
+    for paths in ([], None):
+        assert not ServerArgs(model_path="A", lora_paths=paths).enable_lora
+
+
+def test_a_flag_may_name_several_adapters() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = ["--lora-paths", "a=1", "b=2", "--lora-paths", "c=3", "--max-loaded-loras", "5", "--model-path", "A"]
+    args = from_namespace(parser.parse_args(given))
+    assert args.adapter_paths == {"a": "1", "b": "2", "c": "3"} and args.max_loras == 5
