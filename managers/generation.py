@@ -117,6 +117,11 @@ class Generation:
         return self._submitted
 
     @property
+    def options(self) -> RequestOptions:
+        """The options of its prompt."""
+        return self._owner.options
+
+    @property
     def prompt_ids(self) -> Sequence[int]:
         """Empty until the prompt is tokenised."""
         return self._owner.prompt_ids

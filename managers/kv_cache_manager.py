@@ -261,7 +261,7 @@ class KVCacheManager:
     def retain(self, token_ids: Int32Array, seconds: float, options: RequestOptions) -> None:
         """Retains what the cache has of a request that has ended. `options`: of the request."""
         owner = RetentionOwner(options.tenant, options.session_id)
-        self.cache.retain(token_ids, seconds, owner, options.cache_salt)
+        self.cache.retain(token_ids, seconds, owner, options.namespace)
 
     def discard(self, req: Req) -> None:
         """Removes from the cache the KV that a released request has computed, and all KV that continues it."""

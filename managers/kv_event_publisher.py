@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from ..mem_cache.block_events import BlockEvents
+from ..srt.adapters import AdapterFacts
 from ..srt.kv_events import AllBlocksCleared, BlockStored, EventBatch, KVEvent, KVEventsConfig
 from .kv_cache_manager import KVCacheManager
 
@@ -77,11 +78,13 @@ class KVEventPublisher:
             self._context.destroy(linger=0)
             raise
 
-    def watch(self, kv: KVCacheManager) -> None:
-        """Collects the events of all tiers, and publishes AllBlocksCleared."""
+    def watch(
+        self, kv: KVCacheManager, adapter_with: Callable[[str], AdapterFacts | None] = lambda fingerprint: None
+    ) -> None:
+        """Collects the events of all tiers, and publishes AllBlocksCleared. `adapter_with`: see BlockEvents."""
         if kv.page_size == 1:
             logger.warning("KV events of blocks of 1 token are of little use to routers; set --page-size")
-        events = BlockEvents(kv.page_size)
+        events = BlockEvents(kv.page_size, adapter_with)
         kv.watch(events)
         self._watched = kv, events
         self.flush()

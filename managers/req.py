@@ -59,6 +59,7 @@ class Req:
     """The state of one request. Positions count from the first token of the prompt."""
 
     __slots__ = (
+        "adapter",
         "arrival",
         "arrived_s",
         "awaits_grammar",
@@ -78,6 +79,7 @@ class Req:
         "matched_len",
         "max_kv_len",
         "max_new_tokens",
+        "namespace",
         "next_output_len",
         "node",
         "num_retractions",
@@ -113,6 +115,7 @@ class Req:
         options: RequestOptions,
         *,
         arrival: int,
+        adapter: int = 0,
         urgency: int = 0,
         eos_ids: frozenset[int] = frozenset(),
         stream_interval: int = 1,
@@ -126,6 +129,9 @@ class Req:
         self.options = options
         self.arrival = arrival
         """The number of the request in the order of arrival. Not a time."""
+        self.adapter = adapter
+        """The slot of its adapter in the runner; 0: none."""
+        self.namespace = options.namespace
         self.urgency = urgency
         """Its priority, turned so that higher goes first. 0 without priorities."""
         self.tenant = options.tenant
@@ -199,11 +205,6 @@ class Req:
     @property
     def sampling(self) -> SamplingParams:
         return self.options.sampling
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of its prefixes in the cache."""
-        return self.options.cache_salt
 
     @property
     def place(self) -> tuple[int, int]:
@@ -283,6 +284,7 @@ class Req:
             # A grammar's masks bar early stop tokens themselves: only they know where nothing else may come.
             stop_ids=tuple(sorted(self.stop_ids)) if self.grammar is None else (),
             logprobs=self.options.logprobs,
+            adapter=self.adapter,
         )
 
     def accept(self, tokens: Sequence[int]) -> FinishReason | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..model_executor.step import LaunchedStep, Runner
+from ..srt.adapters import LoadAdapterReq, UnloadAdapterReq
 from ..srt.errors import TercetError
 from ..srt.grammar_spec import GrammarSpec
 from ..srt.io_struct import (
@@ -40,6 +41,7 @@ from ..srt.pause_messages import ContinueReq, PauseReq
 from ..srt.profile_messages import StartProfileReq, StopProfileReq
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
 from ..srt.weight_messages import UpdateWeightsReq
+from .adapters import Adapters
 from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
@@ -85,6 +87,7 @@ class Scheduler:
         metrics: SchedulerMetrics,
         grammars: GrammarLoader,
         timeouts: Timeouts,
+        adapters: Adapters,
         *,
         enable_overlap: bool,
         clock: Callable[[], float],
@@ -107,6 +110,7 @@ class Scheduler:
         self._metrics = metrics
         self._grammars = grammars
         self._timeouts = timeouts
+        self.adapters = adapters
         self._enable_overlap = enable_overlap
         self._journal = journal
         self._kv_events = kv_events
@@ -150,6 +154,8 @@ class Scheduler:
         if has_worked and launched is None:
             self._journal.end()
         self._results.finish_aborted()
+        if self.adapters.is_unloading:
+            self.adapters.finish_unloads(() if launched is None else launched.batch.reqs)
         if self._pause.is_beginning:
             self._pause.complete()
             self._metrics.on_idle()
@@ -199,6 +205,10 @@ class Scheduler:
             case UpdateWeightsReq():
                 self._weights.update(message, is_paused=self._pause.is_on and not self._pause.is_beginning)
                 self._idle_work.restart()
+            case LoadAdapterReq():
+                self.adapters.load(message)
+            case UnloadAdapterReq():
+                self.adapters.unload(message)
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
             case ViewReq():

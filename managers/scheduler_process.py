@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import zmq
 
 from ..mem_cache.allocator import BaseAllocator, make_allocator
@@ -20,14 +19,13 @@ from ..mem_cache.kv_files import MAX_OVERHEAD_BYTES, KVFiles
 from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
-from ..model_executor import cpu_extension
-from ..model_executor.device.dtypes import dtype_name
 from ..model_executor.device.inference_mode import inference_mode
 from ..model_executor.device.step_profiler import StepProfiler
 from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
-from ..model_executor.runner.settings import RunnerSettings, resolve_settings, weight_bytes
+from ..model_executor.runner.settings import resolve_settings, weight_bytes
+from ..srt.adapters import AdapterRef
 from ..srt.io_struct import DecodeOptions, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
@@ -36,11 +34,12 @@ from ..srt.model_files.model_config import ModelConfig
 from ..srt.profile_messages import StartProfileReq
 from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
-from ..srt.start_reports import CpuKernels, SchedulerReady
+from ..srt.start_reports import SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
-from ..srt.weight_messages import UpdateWeightsReq, WeightFacts
+from ..srt.weight_messages import UpdateWeightsReq
+from .adapters import Adapters
 from .engine_runner import EngineRunner
 from .engine_view import StepLog
 from .explained_planner import ExplainedPlanner
@@ -56,6 +55,7 @@ from .req_factory import ReqFactory
 from .request_queues import RequestQueues
 from .schedule_recorder import ScheduleRecorder, SchedulerEnds
 from .scheduler import Scheduler
+from .scheduler_facts import max_total_tokens, scheduler_facts, weight_facts
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .text_stream import StopStringChecker
@@ -82,6 +82,10 @@ class LoadedModel(NamedTuple):
         """
         runner = self.runner
         return runner.settings.device.type == "cpu" and runner.model.compiled and runner.host_kv is None
+
+    def with_settings(self, server_args: ServerArgs) -> LoadedModel:
+        """With other adapters, which `run_scheduler` loads."""
+        return self._replace(server_args=server_args)
 
 
 def load_model(server_args: ServerArgs, model_config: ModelConfig) -> LoadedModel:
@@ -134,8 +138,9 @@ def run_scheduler(
         tiers=_tiers(server_args, model_config, runner, is_restart=is_restart),
         host_kv_pool=None if runner.is_asynchronous else runner.kv_pool,
         load_weights=partial(_load_weights, runner),
+        is_restart=is_restart,
     )
-    on_ready(scheduler_facts(runner, model_config))
+    on_ready(scheduler_facts(runner, model_config, scheduler.adapters.facts))
     with inference_mode():  # of this thread, so that no step has to enter it
         scheduler.run(should_stop)
     if recorder is not None:
@@ -165,6 +170,8 @@ def build_scheduler(
     compile_grammars_here: bool = False,
     planner_type: type[Planner] | None = None,
     cost_depth: float | None = None,
+    slot_of: Callable[[AdapterRef], int] | None = None,
+    is_restart: bool = False,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`. `step_log`: measures the
     steps; None: by `clock`.
@@ -173,23 +180,27 @@ def build_scheduler(
     `load_weights`: loads other weights into `runner`; None: it has always the same.
     `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own. `planner_type`:
     another rule without drafts, for simulations; None: the planner of the settings. `cost_depth`: that of the eviction
-    policy `value`; None: `equal_cost_depth` of the model.
+    policy `value`; None: `equal_cost_depth` of the model. `slot_of`: the slot of any adapter, for simulations; None: of
+    the loaded ones. `is_restart`: see `Adapters.begin`. Raises ValueError for an adapter that cannot be used.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, cost_depth or equal_cost_depth(model_config), runner, clock)
     kv = KVCacheManager(rows, allocator, cache, tiers)
-    if kv_events is not None:
-        kv_events.watch(kv)
     queues = RequestQueues(server_args.max_queued_requests)
+    adapters = Adapters(runner, server_args.max_loras or 0, queues, io)
+    adapters.begin(server_args.adapter_paths, is_restart=is_restart)
+    if kv_events is not None:
+        kv_events.watch(kv, adapters.with_fingerprint)
     return Scheduler(
         _planner(server_args, runner, kv, queues, clock, planner_type),
         runner,
         io,
         ReqFactory(
             eos_ids=eos_ids_of(tokenizer, model_config),
-            max_total_tokens=_max_total_tokens(runner),
+            max_total_tokens=max_total_tokens(runner),
             stream_interval=server_args.stream_interval,
             low_priority_values_first=server_args.schedule_low_priority_values_first,
+            slot_of=slot_of or adapters.slot_of,
             make_stop_checker=lambda options: _stop_checker(tokenizer, options),
         ),
         SchedulerMetrics(server_args.decode_log_interval, clock),
@@ -199,6 +210,7 @@ def build_scheduler(
             in_thread=not compile_grammars_here,
         ),
         Timeouts(server_args.waiting_timeout, server_args.running_timeout, clock),
+        adapters,
         enable_overlap=runner.is_asynchronous and not server_args.disable_overlap_schedule,
         clock=clock,
         journal=journal,
@@ -219,7 +231,7 @@ def _load_weights(runner: ModelRunner, wanted: UpdateWeightsReq) -> LoadedWeight
     # First, because it reads the files, and after the update nothing may fail.
     identity = kv_identity(runner.weights.settings_for(config), config, wanted.weight_version)
     settings = runner.weights.update(config)
-    return LoadedWeights(identity, _weight_facts(settings, weight_bytes(settings, config)))
+    return LoadedWeights(identity, weight_facts(settings, weight_bytes(settings, config)))
 
 
 def _start_trace(wanted: StartProfileReq) -> StepProfiler:
@@ -328,73 +340,3 @@ def _tiers(
 def _stop_checker(tokenizer: Tokenizer | None, options: RequestOptions) -> StopStringChecker:
     assert tokenizer is not None, "the TokenizerManager refuses stop strings without a tokenizer"
     return StopStringChecker(tokenizer, DecodeOptions.of(options))
-
-
-def _max_total_tokens(runner: EngineRunner) -> int:
-    """The maximum of prompt and output tokens of a request. They must fit into the context and into the KV pool."""
-    return min(runner.settings.context_len, runner.max_total_num_tokens)
-
-
-def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
-    """The facts about a loaded model that other processes need. Logs them."""
-    settings = runner.settings
-    facts = SchedulerReady(
-        max_total_num_tokens=runner.max_total_num_tokens,
-        max_running_requests=settings.max_running_requests,
-        max_req_input_len=_max_total_tokens(runner) - 1,
-        context_len=settings.context_len,
-        chunked_prefill_size=settings.chunked_prefill_size,
-        max_prefill_tokens=settings.max_prefill_tokens,
-        vocab_size=model_config.vocab_size,
-        dtype=dtype_name(settings.dtype),
-        weights=_weight_facts(settings, runner.num_bytes.weights),
-        device=str(settings.device),
-        attention_backend=settings.attention_backend,
-        page_size=settings.page_size,
-        kv_bytes=runner.num_bytes.kv_pool,
-        graph_bytes=runner.num_bytes.graphs,
-        cpu_kernels=_cpu_kernels(settings),
-    )
-    logger.info(
-        "Model loaded: weights %s, activations %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages "
-        "of %d, context %d, %s attention",
-        facts.weights.dtype,
-        facts.dtype,
-        facts.device,
-        facts.weights.num_bytes / 2**20,
-        facts.max_total_num_tokens,
-        facts.kv_bytes / 2**20,
-        facts.page_size,
-        facts.context_len,
-        facts.attention_backend,
-    )
-    if facts.cpu_kernels is not None:
-        logger.info(
-            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s, prefetch into %s, "
-            "linear layers of %s, weights %s (%s)",
-            *msgspec.structs.astuple(facts.cpu_kernels),
-        )
-    return facts
-
-
-def _weight_facts(settings: RunnerSettings, num_bytes: int) -> WeightFacts:
-    forms = set(settings.weight_forms.values())
-    dtype = ", ".join(sorted(forms)) if forms else dtype_name(settings.weight_dtype)
-    return WeightFacts(dtype, num_bytes)
-
-
-def _cpu_kernels(settings: RunnerSettings) -> CpuKernels | None:
-    variant = cpu_extension.load() if settings.cpu_kernels is not None else None
-    if settings.cpu_kernels is None or variant is None:
-        return None
-    tuning, source = settings.cpu_kernels
-    return CpuKernels(
-        build=variant.name,
-        block_kib=tuning.block_kib,
-        chunk=tuning.chunk,
-        bfloat16=tuning.bfloat16,
-        prefetch=tuning.prefetch,
-        linears="onednn" if settings.onednn else "tercet",
-        weights="compact" if settings.compact else "plain",
-        source=source,
-    )

@@ -1,16 +1,19 @@
 """Turns the changes of a radix cache into KV events about blocks. A block of an event is a page.
 
 The hash of a block is the start of the SHA-256 of the hash before it and its tokens. So it stands for the whole prefix.
-A namespace (cache salt) changes the hashes of all its blocks. The hash is the same in all tiers.
+A namespace (cache salt and adapter) changes the hashes of all its blocks. The hash is the same in all tiers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
+import msgspec
 from msgspec import UNSET
 
+from ..srt.adapters import AdapterFacts, parts_of
 from ..srt.kv_events import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .radix_node import RadixNode
 
@@ -44,7 +47,11 @@ class _Edge(NamedTuple):
 class BlockEvents:
     """A CacheListener that collects events."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(
+        self, page_size: int, adapter_with: Callable[[str], AdapterFacts | None] = lambda fingerprint: None
+    ) -> None:
+        """`adapter_with`: the loaded adapter with a fingerprint."""
+        self._adapter_with = adapter_with
         self.session_id = ""
         """Of the request whose KV is stored next."""
         self._page_size = page_size
@@ -59,8 +66,31 @@ class BlockEvents:
         return events
 
     def add(self, event: KVEvent) -> None:
-        """An event of another tier."""
+        """An event of any tier. Until here, a namespace with an adapter stands in the place of the salt."""
+        if isinstance(event, BlockStored) and isinstance(event.cache_salt, str):
+            event = self._with_adapter(event, event.cache_salt)
         self._events.append(event)
+
+    def _with_adapter(self, event: BlockStored, namespace: str) -> BlockStored:
+        """The event with the adapter and the salt of its namespace.
+
+        Blocks of an adapter that is not loaded keep the namespace as their salt. No request has it, so no reader takes
+        them for blocks of the model alone.
+        """
+        fingerprint, salt = parts_of(namespace)
+        adapter = self._adapter_with(fingerprint) if fingerprint else None
+        if salt == namespace or (fingerprint and adapter is None):
+            return event
+        begins, num_blocks = event.parent_block_hash is None and bool(salt), len(event.block_hashes)
+        names = [] if adapter is None else [adapter.name]
+        first, others = [*names, *([salt] if begins else [])], names or None
+        return msgspec.structs.replace(
+            event,
+            lora_id=None if adapter is None else adapter.number,
+            lora_name=None if adapter is None else adapter.name,
+            cache_salt=salt or UNSET,
+            extra_keys=[first or None, *[others] * (num_blocks - 1)] if names or begins else UNSET,
+        )
 
     def stored(self, leaf: RadixNode) -> None:
         assert leaf.parent is not None
@@ -70,9 +100,7 @@ class BlockEvents:
         hashes = hash_pages(leaf.tokens.tobytes(), self._page_size, salt, parent_hash)
         self._edges[leaf] = _Edge(salt, hashes)
         tokens = leaf.tokens.tolist()
-        self._events.append(
-            stored_event(hashes, parent_hash, tokens, self._page_size, salt, MEDIUM_DEVICE, self.session_id)
-        )
+        self.add(stored_event(hashes, parent_hash, tokens, self._page_size, salt, MEDIUM_DEVICE, self.session_id))
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         salt, hashes = self._edges[lower]

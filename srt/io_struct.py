@@ -19,15 +19,13 @@ import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
 from .arrays import Int32Array
+from .control_messages import ControlQuestion, ControlReply
 from .errors import TercetError
 from .logprobs import Logprobs, NewLogprobs
-from .pause_messages import ContinueReq, PauseReply, PauseReq
-from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
 from .speculation_state import SpeculationState
 from .tier_state import TierState
 from .view_parts import HotPrefix, RequestView, StepRecord
-from .weight_messages import UpdateWeightsReply, UpdateWeightsReq
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -139,9 +137,7 @@ class ViewReq(msgspec.Struct, frozen=True, tag="view"):
     """Only steps with a higher number are wanted."""
 
 
-Question = (
-    FlushCacheReq | PauseReq | ContinueReq | StartProfileReq | StopProfileReq | UpdateWeightsReq | StateReq | ViewReq
-)
+Question = ControlQuestion | FlushCacheReq | StateReq | ViewReq
 """A message that gets one Reply, with the same `call_id`."""
 ToScheduler = GenerateReq | AbortReq | RetainReq | Question
 
@@ -366,7 +362,7 @@ class ViewReply(msgspec.Struct, frozen=True, tag="view"):
     view: EngineView
 
 
-Reply = FlushCacheReply | PauseReply | ProfileReply | UpdateWeightsReply | StateReply | ViewReply
+Reply = ControlReply | FlushCacheReply | StateReply | ViewReply
 ToTokenizer = BatchTextOut | Heartbeat | DetokenizerAlive | Reply
 
 

@@ -29,11 +29,13 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, gc=False):
     token_ids: list[int]
     """Of all blocks, `block_size` for each."""
     block_size: int
-    lora_id: None = None
+    lora_id: int | None = None
+    """The number of the LoRA adapter that computed them. A number never stands for another adapter."""
     medium: str = MEDIUM_DEVICE
-    lora_name: None = None
+    lora_name: str | None = None
     extra_keys: _ExtraKeys | UnsetType = UNSET
-    """One entry for each block, if the first one begins a prompt with a cache salt: the salt, and then null."""
+    """One entry for each block, if they depend on more than their tokens: the name of the adapter, and for a block that
+    begins a prompt the cache salt. Null: neither."""
     cache_salt: str | UnsetType = UNSET
     session_id: str | UnsetType = UNSET
     """The session of the request that has stored them, if it has one. Others may use them, too."""

@@ -6,8 +6,8 @@ It is passed unchanged from the decoded body to the scheduler:
 
 A body declares an option as a field of the same name; the OpenAI bodies call `tenant` `user`
 (srt/entrypoints/options.py). So a new option is a field here, a field of the bodies that offer it, and the code that
-reads it. `sampling` and `logprobs` are objects, which each API makes from fields of its own. `reasoning` follows from
-the rendered prompt, and `shown_tokens` from the formats that its answer is read in.
+reads it. `sampling`, `logprobs` and `adapter` are objects, which each API makes from fields of its own. `reasoning`
+follows from the rendered prompt, and `shown_tokens` from the formats that its answer is read in.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from .adapters import AdapterRef, namespace_of
 from .errors import InvalidRequest
 from .grammar_spec import ReasoningSpan
 from .logprobs import LogprobOptions
@@ -52,6 +53,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     retention_seconds: float | None = None
     """Seconds for which the prefix will probably be needed again, from the end of the request on. None: the server
     decides (`--tool-call-retention-s`)."""
+    adapter: AdapterRef | None = None
+    """The LoRA adapter that computes it; None: the model alone."""
     logprobs: LogprobOptions | None = None
     """None: no log probabilities are computed."""
     return_hidden_states: bool = False
@@ -81,6 +84,11 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(
                 f"retention_seconds must be in [0, {MAX_RETENTION_S:g}], got {seconds:g}", param="retention_seconds"
             )
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of the request's prefixes in the cache."""
+        return namespace_of(self.cache_salt, self.adapter)
 
     @property
     def changes_retention(self) -> bool:

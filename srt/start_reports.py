@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .adapters import AdapterFacts
 from .weight_messages import WeightFacts
 
 
@@ -47,6 +48,8 @@ class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_r
     """Device memory of CUDA graphs; 0 without graphs."""
     cpu_kernels: CpuKernels | None = None
     """None: the server does not use them."""
+    adapters: list[AdapterFacts] = []
+    """The loaded LoRA adapters."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

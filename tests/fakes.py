@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from tercet.managers.req import Req
 from tercet.model_executor.step import (
     FROM_DEVICE,
     HIDDEN_UNIT,
@@ -20,7 +19,6 @@ from tercet.model_executor.step import (
     StepInputs,
     StepOutput,
     TokenMasks,
-    num_mask_words,
 )
 from tercet.srt.logprobs import LogprobOptions, Logprobs
 
@@ -31,14 +29,29 @@ _UINT64 = (1 << 64) - 1
 
 WEIGHTS_STEP = 1 << 20
 """The KV of a token is its id plus this for each version of the weights."""
+ADAPTER_STEP = 1 << 22
+"""It is also its id plus this for each number of an adapter's files: `adapter_number`."""
 
 
-def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int, weights: int = 0) -> int:
+def adapter_number(path: str) -> int:
+    """The number of the fake adapter in `path`, which is any text that ends with it. Its weights depend on it alone."""
+    digits = path[len(path.rstrip("0123456789")) :]
+    if not digits:
+        raise ValueError(f"{path} has no adapter")
+    return int(digits)
+
+
+def fingerprint_of(number: int) -> str:
+    """The fingerprint of the fake adapter of this number."""
+    return f"{number:08x}"
+
+
+def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int, weights: int = 0, adapter: int = 0) -> int:
     """The fake language model. The next token is a hash of all `ids`, in order, of the seed and of the weights.
 
-    `weights`: the number of their version.
+    `weights`: the number of their version. `adapter`: the number of the adapter's files; 0: none.
     """
-    tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1 + weights * WEIGHTS_STEP)
+    tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1 + weights * WEIGHTS_STEP + adapter * ADAPTER_STEP)
     mixed = int((tokens * _POWERS[: len(tokens)]).sum(dtype=np.uint64)) ^ (seed & 0xFFFFFFFF)
     mixed ^= mixed >> 29
     mixed = mixed * 0xBF58476D1CE4E5B9 & _UINT64
@@ -72,11 +85,12 @@ def expected_output(
     vocab_size: int,
     stop_ids: frozenset[int] = frozenset(),
     weights: int = 0,
+    adapter: int = 0,
 ) -> list[int]:
     """The output tokens that a request must get with any schedule."""
     ids = list(prompt)
     for _ in range(max_new_tokens):
-        ids.append(next_token(ids, seed, vocab_size, weights))
+        ids.append(next_token(ids, seed, vocab_size, weights, adapter))
         if ids[-1] in stop_ids:
             break
     return ids[len(prompt) :]
@@ -130,6 +144,9 @@ class FakeStep:
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
         self.is_sampled = False
+        self.is_read = False
+        """The host has its tokens."""
+        self.rows_of_step: list[int] = []
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         assert not self.is_sampled
@@ -153,6 +170,7 @@ class FakeStep:
 
     def wait(self) -> StepOutput:
         assert self.is_sampled
+        self.is_read = True
         tokens = np.array([token for row in self._rows for token in row], dtype=np.int32)
         num_tokens = np.array([len(row) for row in self._rows], dtype=np.int32)
         lens = None if (num_tokens == 1).all() else num_tokens
@@ -187,6 +205,10 @@ class FakeRunner:
         """A token with invalid KV. All later KV of its sequence, and the logits, are invalid, too."""
         self.weights = 0
         """The version of the weights."""
+        self.adapters: dict[int, int] = {}
+        """The number of the adapter in each slot that has one."""
+        self._adapter = np.zeros(table_shape[0], dtype=np.int64)
+        """The adapter slot of each row."""
         self.is_nan = np.zeros(pool_size + page_size, dtype=np.bool_)
         """Whether the KV of each slot is invalid."""
         self._table = np.zeros(table_shape, dtype=np.int32)
@@ -211,6 +233,7 @@ class FakeRunner:
         for new in step.new_rows:
             self._seed[new.row] = new.seed
             self._wishes[new.row] = new.logprobs
+            self._adapter[new.row] = new.adapter
             self._future[new.row] = -1
         is_extend = step.mode is ForwardMode.EXTEND
         lens = step.extend_lens if is_extend else np.ones_like(step.rows)
@@ -226,7 +249,7 @@ class FakeRunner:
                 ids[0] = self._future[row]
             assert (ids != FROM_DEVICE).all()
             self._table[row, seq_len - length : seq_len] = slots
-            self._kv_token[slots] = self._kv_of(ids)
+            self._kv_token[slots] = self._kv_of(ids, row)
             self._kv_position[slots] = np.arange(seq_len - length, seq_len)
             before = self.is_nan[self._table[row, : seq_len - length]].any()
             self.is_nan[slots] = before | np.logical_or.accumulate(ids == self.poison)
@@ -246,6 +269,7 @@ class FakeRunner:
         hidden_sums = [self._sum_hidden(step, one) for one in step.hidden_sums]
         states = [self._hidden_of(step, one) for one in step.hidden_states]
         self._last = FakeStep(rows, places, self, logprobs, scores, hidden_sums, states)
+        self._last.rows_of_step = step.rows.tolist()
         return self._last
 
     def _copy(self, copies: KVCopies) -> None:
@@ -280,13 +304,30 @@ class FakeRunner:
             self._future[row] = choose(hashed, masks[end - first] if masks else None)
             is_invalid = row in self.invalid_rows or self.is_nan[slots[:end]].any()
             tokens.append(INVALID_TOKEN if is_invalid else int(self._future[row]))
-            if is_invalid or end == len(slots) or self._kv_token[slots[end]] != self._kv_of(tokens[-1]):
+            if is_invalid or end == len(slots) or self._kv_token[slots[end]] != self._kv_of(tokens[-1], row):
                 break
         return tokens
 
-    def _kv_of(self, ids: Any) -> Any:
-        """The KV of tokens: int or int64 [n]."""
-        return ids + self.weights * WEIGHTS_STEP
+    def _kv_of(self, ids: Any, row: int) -> Any:
+        """The KV of tokens of a row: int or int64 [n]."""
+        slot = int(self._adapter[row])
+        return ids + self.weights * WEIGHTS_STEP + (self.adapters[slot] * ADAPTER_STEP if slot else 0)
+
+    def load_adapter(self, slot: int, path: str) -> str:
+        """Raises ValueError for a path that does not end with a number."""
+        assert slot not in self.adapters
+        self._check_unused(slot)
+        self.adapters[slot] = adapter_number(path)
+        return fingerprint_of(self.adapters[slot])
+
+    def unload_adapter(self, slot: int) -> None:
+        self._check_unused(slot)
+        del self.adapters[slot]
+
+    def _check_unused(self, slot: int) -> None:
+        """No row of the last step has the adapter slot, unless the host has its tokens already."""
+        if self._last is not None and not self._last.is_read:
+            assert not any(self._adapter[row] == slot for row in self._last.rows_of_step), "the slot is in use"
 
     def _score_output(self, row: int, slots: np.ndarray, num_drafts: int, tokens: list[int]) -> Logprobs:
         wish = self._wishes[row]
@@ -306,60 +347,6 @@ class FakeRunner:
         places = range(first + 1, first + 1 + len(slots))
         scores = zip(places, one.targets.tolist(), strict=True)
         return Logprobs.concat([score(ids[:at], target, wish, self.vocab_size) for at, target in scores])
-
-
-class EachProposer:
-    """Calls a function with each request and its limit, if it may have drafts."""
-
-    def __init__(self, propose: Callable[[Req, int], Sequence[int]]) -> None:
-        self._propose = propose
-
-    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[Sequence[int]]:
-        return [self._propose(req, limit) if limit > 0 else [] for req, limit in zip(reqs, limits, strict=True)]
-
-    def observe(self, num_reqs: int, num_tokens: int, seconds: float) -> None:
-        assert num_tokens >= num_reqs > 0 and seconds >= 0
-
-
-class FakeProposer(EachProposer):
-    """Proposes up to `max_drafts` tokens, some of them wrong. It knows the fake model, and so every token in flight."""
-
-    def __init__(self, max_drafts: int, vocab_size: int) -> None:
-        super().__init__(self._guess)
-        self.max_drafts = max_drafts
-        self.vocab_size = vocab_size
-        self.weights = 0
-        """Those of the runner."""
-
-    def _guess(self, req: Req, limit: int) -> list[int]:
-        known = req.token_ids().tolist()
-        num_in_flight = max(req.kv_len + 1 - len(known), 0)
-        seed = req.sampling.sampling_seed
-        num_right = num_in_flight + min(self.max_drafts, limit)
-        if req.grammar is None:
-            right = expected_output(known, seed, num_right, self.vocab_size, weights=self.weights)
-        else:
-            right = self._constrained(req, known, num_right)
-        drafts = right[num_in_flight:]
-        choice = next_token([*known, len(known)], seed, 2 * self.max_drafts * (self.max_drafts + 1))
-        wrong_at, num_fewer = divmod(choice, self.max_drafts + 1)
-        if wrong_at < len(drafts):
-            drafts[wrong_at] = (drafts[wrong_at] + 1) % self.vocab_size
-        return drafts[: self.max_drafts - num_fewer]
-
-    def _constrained(self, req: Req, known: list[int], length: int) -> list[int]:
-        """The next tokens under the request's grammar, up to its end."""
-        assert req.grammar is not None
-        matcher, ids, seed = req.grammar._matcher.fork(), list(known), req.sampling.sampling_seed
-        bits = np.empty((1, num_mask_words(self.vocab_size)), np.int32)
-        while len(ids) < len(known) + length:
-            matcher.fill(bits, 0)
-            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self.vocab_size]
-            ids.append(choose(next_token(ids, seed, self.vocab_size, self.weights), allowed))
-            if ids[-1] in req.grammar._eos_ids:
-                break
-            matcher.accept(ids[-1])
-        return ids[len(known) :]
 
 
 class FakeInbox:

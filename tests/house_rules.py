@@ -50,6 +50,7 @@ TESTED_IN = {
     "managers.schedule_batch": "managers/test_batch_result.py",
     "managers.calls": "managers/test_tokenizer_manager.py",
     "managers.scheduler_io": "managers/test_scheduler.py",
+    "managers.scheduler_facts": "managers/test_local_engine.py",
     "managers.scheduler_process": "e2e/test_greedy_parity.py",
     "managers.text_stream": "managers/test_detokenizer_manager.py",
     "managers.tier_copies": "managers/test_kv_tiers.py",

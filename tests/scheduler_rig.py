@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 from counting_runner import CountingRunner
+from fake_proposers import FakeProposer
 from fake_trace import FakeTrace
 from hash_grammar import HashGrammars, hashed_vocabulary
 from kv_makers import make_tiers
 
-from fakes import FakeClock, FakeInbox, FakeOutbox, FakeProposer
+from fakes import FakeClock, FakeInbox, FakeOutbox
+from tercet.managers.adapters import Adapters
 from tercet.managers.explained_planner import ExplainedPlanner
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
@@ -33,6 +35,7 @@ from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
 from tercet.model_executor.step import Runner
+from tercet.srt.adapters import AdapterRef
 from tercet.srt.grammar_spec import ReasoningSpan
 from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, Resumed, TokenOut, pack_ids
 from tercet.srt.logprobs import LogprobOptions, NewLogprobs
@@ -109,6 +112,7 @@ class Rig:
         start_trace: StartTrace = lambda wanted: FakeTrace(),
         load_weights: LoadWeights | None = None,
         max_retained_share: float = 0.5,
+        max_loras: int = 0,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
         `proposer`. `make_runner`: makes the runner; a CountingRunner by default. `host_blocks`: blocks of `block_pages`
@@ -159,6 +163,8 @@ class Rig:
         if proposer is None and max_drafts:
             proposer = FakeProposer(max_drafts, vocab_size)
         queues = RequestQueues(max_queued)
+        io = SchedulerIO(self.inbox, self.detokenizer, self.tokenizer, self.clock)
+        self.adapters = Adapters(self.runner, max_loras, queues, io)
         if explain_s is None:
             self.planner = Planner(limits, self.kv, queues, proposer, clock=self.clock)
         else:
@@ -166,11 +172,12 @@ class Rig:
         self.scheduler = Scheduler(
             self.planner,
             self.runner,
-            SchedulerIO(self.inbox, self.detokenizer, self.tokenizer, self.clock),
+            io,
             ReqFactory(
                 eos_ids=eos_ids,
                 max_total_tokens=min(context_len, pool_size),
                 low_priority_values_first=low_first,
+                slot_of=self.adapters.slot_of,
                 stream_interval=stream_interval,
                 make_stop_checker=lambda options: StopAfter(
                     tuple(int(i) for i in options.sampling.stop_strings[0].split())
@@ -181,6 +188,7 @@ class Rig:
                 lambda: hashed_vocabulary(vocab_size, eos_ids), HashGrammars, in_thread=threads, max_cached=max_grammars
             ),
             Timeouts(waiting_timeout, running_timeout, self.clock),
+            self.adapters,
             enable_overlap=overlap,
             clock=self.clock,
             max_queue_time_s=max_queue_time_s,
@@ -194,6 +202,7 @@ class Rig:
         rid: str,
         prompt: list[int],
         salt: str = "",
+        adapter: AdapterRef | None = None,
         stream: bool = True,
         priority: int = 0,
         tenant: str = "",
@@ -213,6 +222,7 @@ class Rig:
         options = RequestOptions(
             sampling=params,
             cache_salt=salt,
+            adapter=adapter,
             priority=priority,
             tenant=tenant,
             stream=stream,

@@ -99,6 +99,7 @@ class _Comparing:
             SchedulerIO(self, self, _Nobody(), self._clock),
             self._clock,
             compile_grammars_here=True,
+            slot_of=lambda ref: 1,  # the device computes nothing
             cost_depth=replay.start.equal_cost_depth,
             step_log=_RecordedTimes(replay, self._clock),
         )

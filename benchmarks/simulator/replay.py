@@ -118,6 +118,8 @@ class Replay:
         without = {
             "skip_tokenizer_init": True,
             "kv_events_config": None,
+            "lora_paths": None,
+            "lora_dir": None,
             "record_schedule": None,
             "explain_schedule": None,
         }

@@ -129,6 +129,7 @@ class Simulation:
             SchedulerIO(_Inbox(self, profile.wake_s), _Outputs(self), _Nobody(), self.clock),
             self.clock,
             compile_grammars_here=True,
+            slot_of=lambda ref: 1,  # the device computes nothing
             planner_type=planner_type,
             step_log=_DeviceTimes(self.clock, self.device),
         )

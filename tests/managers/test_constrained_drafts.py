@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_proposers import EachProposer
 from hash_grammar import HashGrammar, HashMatcher, allowed_after, constrained_output, hashed_vocabulary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_makers import make_req
 from scheduler_rig import Rig
 
-from fakes import EachProposer
 from tercet.managers.grammar import Grammar, GrammarFailed, GrammarState
 from tercet.managers.ngram_proposer import NgramProposer
 from tercet.managers.req import Req

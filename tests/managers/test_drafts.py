@@ -9,12 +9,13 @@ import logging
 
 import numpy as np
 import pytest
+from fake_proposers import EachProposer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_makers import admit, extend, i32, make_kv, make_req
 from scheduler_rig import Rig
 
-from fakes import EachProposer, FakeClock, expected_output
+from fakes import FakeClock, expected_output
 from tercet.managers.planner import PlanLimits, Planner
 from tercet.managers.req import Req
 from tercet.managers.request_queues import RequestQueues

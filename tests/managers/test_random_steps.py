@@ -16,6 +16,7 @@ from random_steps.cases import draw_case
 from random_steps.command import scheduler_steps, shrink
 from random_steps.scheduler_case import SchedulerCase
 
+from tercet.managers.adapters import Adapters
 from tercet.managers.fair_policy import FairPolicy
 from tercet.managers.grammar import GrammarState
 from tercet.managers.kv_cache_manager import KVCacheManager
@@ -23,6 +24,7 @@ from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
 from tercet.managers.req import Req
 from tercet.managers.req_logprobs import ReqLogprobs
+from tercet.managers.request_queues import RequestQueues
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.retention import Retentions
@@ -55,6 +57,11 @@ RARE = (
     "log probabilities beside reused KV",
     "log probabilities under a grammar",
     "hidden states",
+    "requests with an adapter",
+    "requests without their adapter",
+    "loads of adapters",
+    "unloads of adapters",
+    "refused loads and unloads of adapters",
 )
 """What 30,000 steps must have seen."""
 FIRST_CASE = 0 if os.environ.get("CI") else Random().randrange(1 << 32)
@@ -79,7 +86,7 @@ def _ignore(*_: object, **__: object) -> None:
 def _pin(self: KVCacheManager, token_ids: Int32Array, seconds: float, options: RequestOptions) -> None:
     """As `retain`, but the prefix can never be evicted."""
     _retain(self, token_ids, seconds, options)
-    self.cache.lock(self.cache.match(token_ids, options.cache_salt).node)
+    self.cache.lock(self.cache.match(token_ids, options.namespace).node)
 
 
 def _begin_grammar_anew(self: Req) -> None:
@@ -96,7 +103,18 @@ def _new_row_without_output(self: Req) -> NewRow:
     return replace(_as_new_row(self), output_ids=np.empty(0, np.int32))
 
 
+def _new_row_without_adapter(self: Req) -> NewRow:
+    return replace(_as_new_row(self), adapter=self.adapter if not self.num_retractions else 0)
+
+
+def _unload_at_once(self: Adapters, in_flight: Sequence[Req]) -> None:
+    """Without a look at the requests."""
+    self._queues = RequestQueues()
+    _finish_unloads(self, ())
+
+
 _as_new_row = Req.as_new_row
+_finish_unloads = Adapters.finish_unloads
 _retain = KVCacheManager.retain
 _on_retract = Req.on_retract
 
@@ -122,6 +140,9 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "penalties forget output at a retraction": (Req, "as_new_row", _new_row_without_output),
     "tokens of a dead engine are forgotten": (Req, "resume", _ignore),
     "reused KV takes the log probabilities of a prompt": (ReqLogprobs, "reusable_len", None),
+    "adapters share prefixes": (RequestOptions, "namespace", property(lambda self: self.cache_salt)),
+    "an adapter is unloaded under its requests": (Adapters, "finish_unloads", _unload_at_once),
+    "a retracted request loses its adapter": (Req, "as_new_row", _new_row_without_adapter),
     "reused KV takes hidden states": (Req, "reusable_len", property(lambda self: self.num_tokens - 1)),
 }
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from fake_proposers import EachProposer
 from scheduler_rig import Rig
 
-from fakes import EachProposer, expected_output
+from fakes import expected_output
 from tercet.managers.req import Req
 from tercet.srt.io_struct import Resumed
 

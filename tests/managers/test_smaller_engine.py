@@ -25,7 +25,11 @@ def limits(engine: Engine) -> list[tuple[int | None, int]]:
 def accepts(engine: Engine, request: GenerateReq) -> bool:
     """Whether a scheduler with the pool of `POOL` tokens takes it."""
     factory = ReqFactory(
-        eos_ids=frozenset(), max_total_tokens=POOL, stream_interval=1, make_stop_checker=lambda sampling: None
+        eos_ids=frozenset(),
+        max_total_tokens=POOL,
+        stream_interval=1,
+        slot_of=lambda ref: 0,
+        make_stop_checker=lambda sampling: None,
     )
     try:
         factory.make(request)

@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_event_reader import KVEventReader, Prefix
+from msgspec import UNSET
 from radix_makers import i32, make, put
 from scheduler_rig import Rig
 
+from fakes import fingerprint_of
 from tercet.mem_cache.block_events import BlockEvents
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.srt.adapters import AdapterFacts, namespace_of
 from tercet.srt.io_struct import FlushCacheReq
 from tercet.srt.kv_events import BlockStored, EventBatch
 from tercet.srt.pause_messages import ContinueReq, PauseReq
@@ -195,3 +198,48 @@ def test_an_edge_that_is_cut_twice_loses_its_blocks_one_by_one(page_size: int) -
     while cache.evict(1):
         watched.check()
     assert watched.reader.prefixes == set() and watched.events._edges == {}
+
+
+ADAPTER = AdapterFacts("pirate", "/p/1", fingerprint_of(1), 7)
+
+
+def test_the_events_of_each_tier_name_the_adapter() -> None:
+    """The fields that vLLM's readers know. Without its files, an adapter has no name."""
+    rig = Rig(page_size=2, host_blocks=8, block_pages=1, max_loras=1)
+    rig.adapters.begin({"pirate": "/p/1"}, is_restart=False)
+    known = [ADAPTER]
+    events = BlockEvents(2, lambda fingerprint: {one.fingerprint: one for one in known}.get(fingerprint))
+    rig.kv.watch(events)
+    events.take()
+
+    def stored(rid: str, prompt: list[int], salt: str) -> list[BlockStored]:
+        rig.add(rid, prompt, salt, adapter=ADAPTER.ref, max_new_tokens=1)
+        rig.run()
+        while rig.kv.has_copies:
+            rig.turn()
+        return [one for one in events.take() if isinstance(one, BlockStored)]
+
+    plain = stored("a", [1, 2, 3, 4], "")
+    assert {one.medium for one in plain} == {"GPU", "CPU_PINNED"}
+    assert {(one.lora_name, one.lora_id, one.cache_salt) for one in plain} == {("pirate", 7, UNSET)}
+    assert plain[0].extra_keys == [["pirate"], ["pirate"]]
+    salted = stored("b", [1, 2, 3, 4], "me") + stored("c", [1, 2, 3, 4, 5, 6], "me")
+    assert {(one.lora_name, one.lora_id, one.cache_salt) for one in salted} == {("pirate", 7, "me")}
+    assert salted[0].extra_keys == [["pirate", "me"], ["pirate"]] and salted[-1].extra_keys == [["pirate"]]
+    known.clear()
+    nameless = stored("d", [7, 8], "me")
+    assert {(one.lora_name, one.lora_id) for one in nameless} == {(None, None)}
+    assert {one.cache_salt for one in nameless} == {namespace_of("me", ADAPTER.ref)}
+
+
+def test_blocks_of_adapters_and_salts_have_hashes_of_their_own() -> None:
+    cache, allocator = make(2)
+    watched = Watched(cache)
+    namespaces = [
+        namespace_of(salt, adapter) for salt in ("", "x", "\0", ADAPTER.fingerprint) for adapter in (None, ADAPTER.ref)
+    ]
+    for namespace in namespaces:
+        put(cache, allocator, [1, 2], namespace)
+    found = [one for one in watched.events.take() if isinstance(one, BlockStored)]
+    assert len({one.block_hashes[0] for one in found}) == len(namespaces)
+    assert [one.cache_salt for one in found if one.lora_name is None and one.cache_salt == "\0"] == ["\0"]

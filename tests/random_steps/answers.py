@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hash_grammar import allowed_after
 
-from fakes import choose, next_token
+from fakes import ADAPTER_STEP, WEIGHTS_STEP, choose, next_token
 
 SEED = 1
 NO_IDS: frozenset[int] = frozenset()
@@ -16,17 +16,20 @@ NO_IDS: frozenset[int] = frozenset()
 class Answer:
     """The right output of one request. Each of its tokens is of the weights in use when it was computed."""
 
-    def __init__(self, prompt: Sequence[int], regex: str | None, weights: int, vocab_size: int) -> None:
-        """`regex`: the seed of its HashGrammar. `weights`: the version in use."""
+    def __init__(
+        self, prompt: Sequence[int], regex: str | None, weights: int, vocab_size: int, adapter: int = 0
+    ) -> None:
+        """`regex`: the seed of its HashGrammar. `weights`: the version in use. `adapter`: the number of its adapter."""
+        self._shift = adapter * (ADAPTER_STEP // WEIGHTS_STEP)
         self._prompt = list(prompt)
         self._grammar = None if regex is None else int(regex)
         self._vocab_size = vocab_size
-        self._weights = [(0, weights)]
-        """(position in the output, version of the weights from there on), in order."""
+        self._weights = [(0, weights + self._shift)]
+        """(position in the output, version of the weights with the adapter from there on), in order."""
 
     def on_weights(self, num_tokens: int, weights: int) -> None:
         """Its output has `num_tokens` tokens, and other weights compute the next ones."""
-        self._weights.append((num_tokens, weights))
+        self._weights.append((num_tokens, weights + self._shift))
 
     def on_restart(self, num_heard: int) -> None:
         """The client has `num_heard` tokens. What the engine had computed after them is computed again."""

@@ -24,10 +24,12 @@ class Happening(NamedTuple):
 
     turn: int
     kind: str
-    """`arrive`, an event of `_EVENTS`, `pause abort`, `weights`, or `restart`."""
+    """`arrive`, an event of `_EVENTS`, `pause abort`, `weights`, `load adapter`, `unload adapter`, or `restart`."""
     number: int
-    """Of the request that arrives or is aborted, of the call, or the version of the weights."""
+    """Of the request that arrives or is aborted, of the call, of the adapter, or the version of the weights."""
     request: dict[str, Any] | None = None
+    name: str = ""
+    """Of the adapter."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ _EVENTS = ["pause", "retract", "continue", "continue", "continue", "flush", "abo
 _PENALTIES = ["frequency_penalty", "presence_penalty", "repetition_penalty"]
 NUM_WEIGHTS = 3
 """Versions of the weights. Those of an update are drawn, so earlier ones come back and find their KV files."""
+NUM_ADAPTERS = 3
+"""Files of adapters, numbered from 1. The names are a letter, and a name may have any of the files."""
 UNSUITABLE, BROKEN = -1, -2
 """Versions that cannot be loaded: the engine refuses them, or fails to load them."""
 
@@ -89,6 +93,10 @@ def draw_case(seed: int) -> Case:
     returning = returns.choice([0.0, 0.0, 0.3])
     penalties = Random(f"penalties {seed}")
     penalised = penalties.choice([0.0, 0.0, 0.5])
+    adapters = Random(f"adapters {seed}")
+    adapted = adapters.choice([0.0, 0.0, 0.6])
+    rig["max_loras"] = adapters.choice([1, 2, 3]) if adapted else 0
+    loads_per_turn = adapters.choice([0.02, 0.1])
     updates_per_turn = lives.choice([0.0, 0.0, 0.02])
     restarts_per_turn = lives.choice([0.0, 0.0, 0.02])
     num_turns = rng.randint(30, _MAX_TURNS)
@@ -106,6 +114,8 @@ def draw_case(seed: int) -> Case:
                 request["regex"] = str(grammars.randrange(4))
             if penalties.random() < penalised:
                 request[penalties.choice(_PENALTIES)] = 0.5
+            if adapters.random() < adapted:
+                request["lora_name"] = adapters.choice("ab")
             request["stream"] = lives.random() < 0.8
             if rig["eviction"] == "value":
                 request |= _draw_retention(lives, num_requests)
@@ -119,6 +129,10 @@ def draw_case(seed: int) -> Case:
             happenings.append(Happening(turn, rng.choice(_EVENTS), number))
         if lives.random() < updates_per_turn:
             happenings += _draw_update(lives, turn)
+        if adapted and (turn < 3 or adapters.random() < loads_per_turn):
+            kind = "unload adapter" if turn >= 3 and adapters.random() < 0.5 else "load adapter"
+            name, files = adapters.choice("ab"), adapters.choice([*range(1, NUM_ADAPTERS + 1), UNSUITABLE])
+            happenings.append(Happening(turn, kind, files, name=name))
         if lives.random() < restarts_per_turn:
             happenings.append(Happening(turn, "restart", 0))
         if lives.random() < events_per_turn / 8:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from random_steps.adapters import LoadedAdapters
 from random_steps.answers import SEED, Answer
 from random_steps.cases import CONTEXT_LEN, POISON
 from random_steps.retention import RetentionBooks
 from random_steps.returned import check_hidden, check_logprobs, wish_of
 from scheduler_rig import Rig
 
-from tercet.srt.errors import PromptTooLong, QueueFull, WaitingTimeout
+from tercet.srt.errors import InvalidRequest, PromptTooLong, QueueFull, StreamChanged, WaitingTimeout
 from tercet.srt.io_struct import AbortFinish, Counts, LengthFinish, Resumed, RetainReq, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -32,6 +33,8 @@ class Clients:
         self._live: dict[str, None] = {}
         """Those that have arrived and not ended."""
         self._aborted: set[str] = set()
+        self._served: set[str] = set()
+        """Those whose adapter stays loaded until they end."""
         self._tool_calls: list[tuple[int, str]] = []
         """The turns after which the scheduler is told of them."""
 
@@ -40,8 +43,12 @@ class Clients:
         self._rig = rig
         self._retention = retention
 
-    def arrive(self, rid: str, request: dict[str, Any], weights: int) -> None:
+    def arrive(self, rid: str, request: dict[str, Any], weights: int, adapters: LoadedAdapters) -> None:
         """`weights`: the version in use."""
+        name = request.pop("lora_name", None)
+        request["adapter"] = None if name is None else adapters.ref(name)
+        if name is not None and adapters.is_safe(name):
+            self._served.add(rid)
         continued = f"r{request.pop('continues', None)}"
         if continued in self._arrived and isinstance(self._rig.heard[continued].finish, LengthFinish):
             history = self._tokens(continued)
@@ -49,7 +56,9 @@ class Clients:
                 request["prompt"] = history + request["prompt"][-8:]
         self._arrived[rid] = request
         self._live[rid] = None
-        self._answers[rid] = Answer(request["prompt"], request.get("regex"), weights, VOCAB)
+        number = 0 if request["adapter"] is None else int(request["adapter"].fingerprint, 16)
+        self._answers[rid] = Answer(request["prompt"], request.get("regex"), weights, VOCAB, number)
+        self._seen["requests with an adapter"] += bool(number)
         self._add(rid)
 
     def _add(self, rid: str, resumed: Resumed | None = None) -> None:
@@ -110,6 +119,7 @@ class Clients:
         return RequestOptions(
             sampling=SamplingParams(),
             cache_salt=request["salt"],
+            adapter=request["adapter"],
             tenant=request["tenant"],
             session_id=request.get("session_id", ""),
             retention_seconds=request.get("retention_seconds"),
@@ -161,6 +171,10 @@ class Clients:
             assert counts.host_tokens + counts.storage_tokens <= counts.cached_tokens
         elif heard.finish.err_type == "InvalidLogits":
             assert POISON in answer.tokens(length)
+        elif heard.finish.err_type in (InvalidRequest.__name__, StreamChanged.__name__):
+            assert self._arrived[rid]["adapter"] is not None and rid not in self._served
+            assert not heard.ids, f"{rid} has lost its adapter"
+            self._seen["requests without their adapter"] += 1
         elif heard.finish.err_type is not None:
             assert heard.finish.err_type in (QueueFull.__name__, WaitingTimeout.__name__)
             assert not heard.ids, f"{rid} was refused after its first token"

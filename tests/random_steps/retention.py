@@ -56,12 +56,12 @@ class RetentionBooks:
     def expect(self, token_ids: list[int], seconds: float, options: RequestOptions) -> None:
         """This turn retains these tokens. Called in the order in which it does."""
         owner = RetentionOwner(options.tenant, options.session_id)
-        self._wanted.append(Wish(pack_ids(token_ids), seconds, options.cache_salt, owner))
+        self._wanted.append(Wish(pack_ids(token_ids), seconds, options.namespace, owner))
 
     def _checked_retain(self, token_ids: Int32Array, seconds: float, options: RequestOptions) -> None:
         self._retain(token_ids, seconds, options)
         owner = RetentionOwner(options.tenant, options.session_id)
-        wish = Wish(token_ids.tobytes(), seconds, options.cache_salt, owner)
+        wish = Wish(token_ids.tobytes(), seconds, options.namespace, owner)
         self._done.append(wish)
         end_s = self._clock() + seconds
         if owner.session:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from fake_proposers import FakeProposer
 from kv_event_reader import DISK, HOST
+from random_steps.adapters import LoadedAdapters
 from random_steps.books import cached_slots, check_host_blocks, check_limits, check_owners
 from random_steps.cases import BROKEN, CONTEXT_LEN, POISON, UNSUITABLE, Case, Happening
 from random_steps.clients import VOCAB, Clients
@@ -18,7 +20,6 @@ from random_steps.retention import RetentionBooks
 from scheduler_rig import Rig
 from tier_reader import TierReader
 
-from fakes import FakeProposer
 from tercet.managers.fair_policy import FairPolicy
 from tercet.managers.kv_tiers import READ_TIMEOUT_S
 from tercet.managers.req import Req
@@ -26,12 +27,13 @@ from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.managers.weight_updates import LoadedWeights
 from tercet.mem_cache.base_prefix_cache import MatchResult
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.srt.adapters import AdapterReply, LoadAdapterReq, UnloadAdapterReq
 from tercet.srt.io_struct import FlushCacheReply, FlushCacheReq
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
-_CALLS = (PauseReq, ContinueReq, FlushCacheReq, UpdateWeightsReq)
-_REPLIES = (PauseReply, FlushCacheReply, UpdateWeightsReply)
+_CALLS = (PauseReq, ContinueReq, FlushCacheReq, UpdateWeightsReq, LoadAdapterReq, UnloadAdapterReq)
+_REPLIES = (PauseReply, FlushCacheReply, UpdateWeightsReply, AdapterReply)
 _TURN_S = 0.01
 _AUDIT_INTERVAL = 16
 """Turns between two runs of the scheduler's own audit, which is slower than `check_owners`."""
@@ -130,6 +132,7 @@ class SchedulerCase:
         self.seen: Counter[str] = Counter()
         self._case = case
         self._clients = Clients(self.seen)
+        self._adapters = LoadedAdapters(self.seen)
         self._storage: FakeStorage | None = None
         self._weights = 0
         self._start()
@@ -152,6 +155,7 @@ class SchedulerCase:
             seed = f"{case.seed} {self.seen['restarts']}"
             self._storage = rig.kv.tiers._storage = FakeStorage(memory, seed, self._storage)
         self._use_weights(self._weights)
+        self._adapters.begin(rig)
         self._listener = Listener(rig) if case.has_listener else None
         self._bound = WaitingBound(rig)
         self._check_matches()
@@ -248,7 +252,11 @@ class SchedulerCase:
     def _act(self, one: Happening) -> None:
         rig = self._rig
         if one.request is not None:
-            self._clients.arrive(f"r{one.number}", dict(one.request), self._weights)
+            self._clients.arrive(f"r{one.number}", dict(one.request), self._weights, self._adapters)
+        elif one.kind == "load adapter":
+            self._send(self._adapters.load(one.name, one.number))
+        elif one.kind == "unload adapter":
+            self._send(self._adapters.unload(one.name))
         elif one.kind == "abort":
             self._clients.abort(f"r{one.number}")
         elif one.kind == "abort all":
@@ -288,6 +296,7 @@ class SchedulerCase:
         """`num_loads`: updates of the weights in this turn."""
         replies = [one for one in self._rig.tokenizer.messages if isinstance(one, _REPLIES)]
         updates = [one for one in replies if isinstance(one, UpdateWeightsReply)]
+        self._adapters.hear([one for one in replies if isinstance(one, AdapterReply)])
         self._rig.tokenizer.messages.clear()
         self._num_unanswered -= len(replies)
         assert sum(one.facts is not None for one in updates) == num_loads

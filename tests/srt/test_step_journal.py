@@ -9,11 +9,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from fake_proposers import EachProposer
 from patience import PATIENCE_S
 from scheduler_rig import Rig
 from toy_engine import environment
 
-from fakes import EachProposer, expected_output
+from fakes import expected_output
 from tercet.managers.req import Req
 from tercet.managers.scheduler import InFlight
 from tercet.model_executor.step import ForwardMode, LaunchedStep, StepInputs
