@@ -12,11 +12,13 @@ import msgspec
 
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.settings import resolve_settings
+from ..srt.adapters import AdapterRef
 from ..srt.engine_settings import engine_settings, http_settings
 from ..srt.errors import InvalidRequest
 from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, TokenOut, ToScheduler, ToTokenizer, pack_ids
 from ..srt.logprobs import LogprobOptions, sglang_lists
 from ..srt.model_files.load_config import load_model_config
+from ..srt.model_files.lora_limits import with_lora_limits
 from ..srt.plain_values import check_in_json, converted, plain_value
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
@@ -26,8 +28,9 @@ from ..srt.text.tokenizer import tokenizer_of
 from .input_processor import InputProcessor
 from .request_registry import check_name
 from .scheduler import InFlight
+from .scheduler_facts import scheduler_facts
 from .scheduler_io import SchedulerIO
-from .scheduler_process import build_scheduler, scheduler_facts
+from .scheduler_process import build_scheduler
 from .token_out_reader import TokenOutReader
 
 T = TypeVar("T")
@@ -97,7 +100,8 @@ class LocalEngine:
                 "engines of several processes",
             ),
         }
-        self.server_args = engine_settings(model_path, server_args, settings, refused=refused).with_seed()
+        given = engine_settings(model_path, server_args, settings, refused=refused)
+        self.server_args = with_lora_limits(given).with_seed()
         self.model_config = load_model_config(self.server_args.model_path, self.server_args.load_format)
         self.tokenizer = tokenizer_of(self.server_args)
         """None with `skip_tokenizer_init`; prompts must be token ids then."""
@@ -128,6 +132,7 @@ class LocalEngine:
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        lora_path: str | None = None,
         tenant: str = "",
         priority: int = 0,
         waiting_timeout: float | None = None,
@@ -144,7 +149,8 @@ class LocalEngine:
 
         `prompt`: a text, or token ids. `sampling_params`: parameters that a mapping does not give have the model's
         defaults. `n` must be 1; add one request for each sample. `cache_salt`: only requests with the same salt share
-        cached prefixes. `tenant`: whose request it is; the tenants share the engine with `schedule_policy="dlpm"`.
+        cached prefixes. `lora_path`: the name of an adapter of the setting `lora_paths`. `tenant`: whose request it is;
+        the tenants share the engine with `schedule_policy="dlpm"`.
         `priority` and the arguments after it are the fields of `/generate`; those of log probabilities fill
         `StepResult.logprobs`.
 
@@ -184,6 +190,7 @@ class LocalEngine:
             retention_seconds=retention_seconds,
             stream=True,
             logprobs=logprobs if return_logprob else None,
+            adapter=self._adapter(lora_path),
         )
         self._inputs.check_options(options)
         self._inputs.check_logprobs(options, len(ids))
@@ -223,6 +230,16 @@ class LocalEngine:
             return False
         self._inbox.messages.append(AbortReq(request_id))
         return True
+
+    def _adapter(self, name: str | None) -> AdapterRef | None:
+        """Raises InvalidRequest for an adapter that is not loaded."""
+        if not name:
+            return None
+        loaded = {one.name: one.ref for one in self.scheduler.adapters.facts}
+        if name not in loaded:
+            names = ", ".join(map(repr, loaded)) or "none"
+            raise InvalidRequest(f"the LoRA adapter {name!r} is not loaded; loaded: {names}", param="lora_path")
+        return loaded[name]
 
     def _add_logprobs(self, result: StepResult, out: TokenOut) -> None:
         assert out.logprobs is not None

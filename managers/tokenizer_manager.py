@@ -34,6 +34,7 @@ from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
+from .adapter_control import AdapterControl
 from .calls import Calls, KnownState, SchedulerLink
 from .generation import Generation
 from .grammar_checker import GrammarChecks, check_grammar
@@ -89,6 +90,7 @@ class TokenizerManager:
         self.weights = WeightControl(
             server_args, facts.weights, self._calls, self._link, self.pause, self._requests, self._send_held
         )
+        self.adapters = AdapterControl(self._calls, self._link, self._requests, self.weights, facts.adapters)
         self._last_state: tuple[SchedulerState, float] | None = None
 
     @property
@@ -319,6 +321,7 @@ class TokenizerManager:
         """A new engine is ready: it gets every waiting sample, with the tokens that have come."""
         self.facts = facts
         self.inputs.update(facts)
+        self.adapters.use(facts.adapters)
         self._scheduler = scheduler
         self.recovery.on_restart()
         self.pause.carry_over(scheduler)
@@ -355,8 +358,6 @@ class TokenizerManager:
         self._try_next()  # also without an output: the suspect may have been closed here
         if isinstance(message, Reply):
             self._calls.on_reply(message)
-
-    # Inside
 
     def _send_held(self) -> None:
         """Sends the samples that wait for the engine, and of the suspects the one whose turn it is."""

@@ -62,6 +62,7 @@ class WorkerManager(TokenizerManager):
         if news.facts != self.facts:
             self.facts = news.facts
             self.inputs.update(news.facts)
+            self.adapters.use(news.facts.adapters)
         args = self.server_args
         weights = (news.model_path, news.load_format, news.weight_version, news.dtype)
         if weights != (args.model_path, args.load_format, args.weight_version, args.dtype):

@@ -14,6 +14,7 @@ from fake_grammars import FakeGrammars
 from fake_results import fake_embedding, fake_hidden, fake_logprobs
 
 from tercet.managers.tokenizer_manager import TokenizerManager
+from tercet.srt.adapters import AdapterFacts
 from tercet.srt.entrypoints.http_server import create_app, make_server
 from tercet.srt.io_struct import (
     AbortFinish,
@@ -255,7 +256,11 @@ _TOKENIZER = byte_tokenizer()
 
 
 def make_manager(
-    scheduler: FakeScheduler, *, tokenizer: Tokenizer | None = _TOKENIZER, **settings: Any
+    scheduler: FakeScheduler,
+    *,
+    tokenizer: Tokenizer | None = _TOKENIZER,
+    adapters: Sequence[AdapterFacts] = (),
+    **settings: Any,
 ) -> TokenizerManager:
     """A TokenizerManager with the fake scheduler: context 256, vocabulary 258, model name "tiny"."""
     on = {"enable_priority_scheduling": True, "enable_return_hidden_states": True}
@@ -287,6 +292,7 @@ def make_manager(
         kv_bytes=1 << 29,
         graph_bytes=1 << 28,
         cpu_kernels=CpuKernels("avx2", 256, 1024, "widened", "l2", "tercet", "plain", "measured"),
+        adapters=list(adapters),
     )
     if args.skip_tokenizer_init:
         tokenizer = None

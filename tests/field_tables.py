@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fake_adapters import PIRATE
 from field_walks import BOS, STREAM, Effect, Seen, Table, logprobs, sampling
 
 
@@ -60,6 +61,7 @@ RETENTION: Table = {
     "session_id": ("agent 7", lambda seen: seen.req.options.session_id == "agent 7"),
     "retention_seconds": (45.5, lambda seen: seen.req.options.retention_seconds == 45.5),
 }
+LORA: tuple[Any, Effect] = ("pirate", lambda seen: seen.req.options.adapter == PIRATE.ref)
 SALT: tuple[Any, Effect] = ("pepper", lambda seen: seen.req.options.cache_salt == "pepper")
 
 
@@ -71,6 +73,7 @@ GENERATE: Table = {
     **LIMITS,
     **RETENTION,
     "cache_salt": SALT,
+    "lora_path": LORA,
     "extra_key": SALT,
     "tenant": USER,
     "return_logprob": (True, lambda seen: len(seen.answer["meta_info"]["output_token_logprobs"]) == 2),
@@ -95,6 +98,7 @@ OPENAI: Table = {
     **LIMITS,
     **RETENTION,
     "cache_salt": SALT,
+    "lora_path": LORA,
     "user": USER,
     "return_cached_tokens_details": (
         True,
@@ -171,6 +175,7 @@ SCORE: Table = {
     "item_first": (True, lambda seen: seen.prompt == "ba"),
     "model": OPENAI["model"],
     "cache_salt": SALT,
+    "lora_path": LORA,
     "user": USER,
     **LIMITS,
 }
@@ -182,6 +187,7 @@ EMBEDDINGS: Table = {
     "pooling": ("mean", lambda seen: seen.req.options.pooling == "mean"),
     "add_special_tokens": COMPLETIONS["add_special_tokens"],
     "cache_salt": SALT,
+    "lora_path": LORA,
     "user": USER,
     **LIMITS,
 }

@@ -18,6 +18,9 @@ class Loaded(NamedTuple):
     server_args: ServerArgs
     may_fork: bool = True
 
+    def with_settings(self, server_args: ServerArgs) -> Loaded:
+        return Loaded(server_args)
+
 
 def forking(run: Callable[..., None]) -> child.LoadedRole:
     return child.LoadedRole(Loaded, lambda loaded, *rest: run(loaded.server_args, *rest))

@@ -16,6 +16,7 @@ from ..errors import EngineDead, EnginePaused, EngineRestarting, InvalidRequest,
 from ..io_struct import AbortFinish, SchedulerState
 from ..kv_events import read_config
 from ..request_options import RequestOptions
+from .lora import loaded_adapters
 from .routing import Server, json_response
 from .wire import BodyCodec, Wire, doc, shown
 
@@ -173,6 +174,8 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
         "max_prefill_tokens": facts.max_prefill_tokens,
         "served_model_name": manager.server_args.model_name,
     }
+    if manager.server_args.enable_lora:
+        settings["loaded_lora_adapters"] = loaded_adapters(manager)
     kv_events = read_config(manager.server_args.kv_events_config)
     if kv_events is not None:
         settings["kv_events"] = kv_events.described(facts.page_size)

@@ -134,12 +134,17 @@ class LoadedTokenizer(NamedTuple):
     tokenizer: Tokenizer | None
     may_fork: bool = True
 
+    def with_settings(self, server_args: ServerArgs) -> LoadedTokenizer:
+        """It depends on none of those that may change."""
+        return self
+
 
 class LoadedRole(NamedTuple):
     """A role that loads a model or a tokenizer before it runs. Then the process may become a fork server."""
 
     load: Callable[[ServerArgs], Any]
-    """The result has the attribute `may_fork`."""
+    """The result has the attribute `may_fork`, and `with_settings`, which changes the settings in a fork. What is
+    loaded stays: only the adapters may differ."""
     run: Callable[[Any, RunDir, OnReady, ShouldStop], None]
 
 
@@ -306,6 +311,7 @@ def _run_model(role: LoadedRole, life: _Life) -> int:
     if life.spec.fork_fd is not None and life.parent.outlives_forks and loaded.may_fork:
         try:
             life = life.fork()
+            loaded = loaded.with_settings(life.spec.server_args)
         except BrokenPipeError:
             return 1  # the parent is gone
     return life.run(role.run, loaded)

@@ -23,7 +23,7 @@ from ..plain_values import check_in_json, plain_value
 from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs
 from ..text.tokenizer import Tokenizer
-from . import admin, native, pausing, profiling, weights
+from . import admin, lora, native, pausing, profiling, weights
 from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_sample_limit
 from .engine_thread import EngineThread
 from .native_protocol import GenerateBody
@@ -110,7 +110,7 @@ class Engine:
         aborts the request.
 
         `request`: further fields of /generate's body, such as `input_ids` (instead of `prompt`), `rid`, `cache_salt`,
-        `tenant`.
+        `tenant`, `lora_path`.
         `progress`: whether to show a progress bar. By default, a terminal shows one for more than 16 samples.
 
         A list may have any length: at most `max_queued_requests` samples are in the scheduler at a time. An exception
@@ -210,6 +210,25 @@ class Engine:
         answer: dict[str, Any] = msgspec.structs.asdict(
             self._thread.wait(weights.load_weights(self._server.manager, path, wanted))
         )
+        return answer
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str | PathLike[str]) -> dict[str, Any]:
+        """Loads a LoRA adapter from a folder in PEFT's format. Returns the answer of /load_lora_adapter.
+
+        Raises InvalidRequest for an adapter that does not suit the engine, for a name in use and if no slot is free.
+        """
+        path = str(Path(lora_path).resolve())
+        wanted = lora.LOAD_CODEC.convert({"lora_name": lora_name, "lora_path": path})
+        loading = lora.load_adapter(self._server.manager, wanted.lora_name, path)
+        answer: dict[str, Any] = msgspec.structs.asdict(self._thread.wait(loading))
+        return answer
+
+    def unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Unloads a LoRA adapter when its requests have ended. New ones that name it are refused from now on. Returns
+        the answer of /unload_lora_adapter. Raises InvalidRequest if there is no such adapter."""
+        wanted = lora.UNLOAD_CODEC.convert({"lora_name": lora_name})
+        unloading = lora.unload_adapter(self._server.manager, wanted.lora_name)
+        answer: dict[str, Any] = msgspec.structs.asdict(self._thread.wait(unloading))
         return answer
 
     def start_profile(

@@ -26,6 +26,7 @@ from ..ipc import RunDir
 from ..machine.oom import num_oom_kills
 from ..machine.process_state import is_stopped
 from ..model_files.load_config import load_model_config
+from ..model_files.lora_limits import with_lora_limits
 from ..server_args import ServerArgs
 from ..step_journal import Journal, read_journal
 from ..text.tokenizer import tokenizer_of
@@ -91,7 +92,9 @@ class EngineCore:
         process fails. `child_module`: the module that a child process runs; tests replace it.
         """
         model_config = load_model_config(server_args.model_path, server_args.load_format)
-        server_args = server_args.with_seed()  # before the children start, so that all processes use the same seed
+        server_args = with_lora_limits(
+            server_args
+        ).with_seed()  # before the children start, so that all processes use the same seed
         run_dir = RunDir.create()
         context: zmq.Context[Any] = zmq.Context()
         life: EngineLife | None = None
@@ -167,10 +170,11 @@ class EngineCore:
 
     def _are_replaced(self, fork_server: ChildProcess) -> bool:
         """Whether other weights are in use than those that it holds. A path may hold other weights than before, so
-        equal settings do not suffice."""
+        equal settings do not suffice. It holds no adapters."""
         weights = self.tokenizer_manager.weights
         assert fork_server.launched_with is not None
-        launched_with = dataclasses.replace(fork_server.launched_with, device=weights.server_args.device)
+        now = weights.server_args
+        launched_with = dataclasses.replace(fork_server.launched_with, device=now.device, lora_paths=now.lora_paths)
         return launched_with != weights.server_args or self._num_updates != weights.num_updates
 
     def _on_child_ended(self, child: ChildProcess, ended: asyncio.Future[str]) -> None:
@@ -210,7 +214,8 @@ class EngineCore:
         journal = read_journal(self._life.run_dir.journal)
         samples = [one for one in manager.live_samples() if one.is_sent]
         loads_weights = manager.pause.is_on and manager.weights.is_updating
-        has_culprit = manager.on_death(death.blame(journal, loads_weights=loads_weights), journal.begun)
+        blame = death.blame(journal, loads_weights=loads_weights or manager.adapters.is_loading)
+        has_culprit = manager.on_death(blame, journal.begun)
         logger.error(
             "The engine has failed: %s; restarting it (%d of %d)",
             death.message,

@@ -40,7 +40,7 @@ async def _start(
     if not isinstance(report, Loaded):
         return _Started(process, report, None)
     try:
-        fork = await process.fork(run_dir)
+        fork = await process.fork(server_args, run_dir)
     except OSError:
         process.kill()  # it may be stopped
         raise

@@ -33,6 +33,8 @@ WHOLE_SERVER = frozenset(
         "/pause_generation",
         "/continue_generation",
         "/update_weights_from_disk",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
         "/start_profile",
         "/stop_profile",
         "/engine_view",

@@ -107,6 +107,11 @@ class MetricsPage(Collector):
             "state_age_seconds", "Age of the metrics of the scheduler's state", known.age_s, prefix="tercet"
         )
         yield self._counter("kv_repairs", "Errors found in the KV accounting", state.num_kv_repairs, prefix="tercet")
+        args = self._manager.server_args
+        if args.enable_lora:
+            num_loaded = len(self._manager.adapters.usable)
+            yield self._gauge("lora_pool_slots_used", "LoRA adapters that are loaded", num_loaded)
+            yield self._gauge("lora_pool_slots_total", "LoRA adapters that may be loaded", args.max_loras or 0)
         if state.tiers is not None:
             yield from self._of_tiers(state.tiers)
         if state.speculation is not None:

@@ -13,12 +13,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...managers.request_registry import Prompt
+from ..adapters import AdapterRef
 from ..errors import InvalidRequest
 from ..io_struct import TextOut
 from ..logprobs import LogprobOptions, sglang_lists
 from ..request_options import RequestOptions
 from ..sampling_params import SamplingParams
 from .job import MAX_PROMPTS, Sample
+from .lora import target_of
 from .native_protocol import GenerateAnswer, GenerateBody, MetaInfo, NativeSampling
 from .openai.protocol import CachedTokensDetails
 from .options import OPTION_FIELDS, make_options
@@ -52,8 +54,6 @@ def prompts_of(
 
     `max_prompts`: the limit on the number of prompts; None for no limit. Raises InvalidRequest, ModelNotFound.
     """
-    if body.model != _ANY_MODEL:
-        server.check_model(body.model)
     param, contents, is_list = _contents(body)
     count = len(contents)
     if max_prompts is not None:
@@ -88,8 +88,17 @@ def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> I
     columns = {name: _per_prompt(getattr(body, field, None), count, is_list, field) for name, field in fields.items()}
     samplings = _samplings(server, body.sampling_params, count, is_list)
     logprobs = _logprobs(body, count, is_list)
+    columns["adapter"] = _adapters(server, body, count, is_list)
     for place, sampling in enumerate(samplings):
         yield make_options(sampling, {name: column[place] for name, column in columns.items()}, logprobs[place])
+
+
+def _adapters(server: Server, body: GenerateBody, count: int, is_list: bool) -> Sequence[AdapterRef | None]:
+    """The adapter of each prompt. Raises ModelNotFound and InvalidRequest."""
+    model = None if body.model == _ANY_MODEL else body.model
+    names = _per_prompt(body.lora_path, count, is_list, "lora_path")
+    targets = {name: target_of(server.manager, model, name) for name in set(names)}
+    return [targets[name].adapter for name in names]
 
 
 def _logprobs(body: GenerateBody, count: int, is_list: bool) -> list[LogprobOptions | None]:

@@ -97,6 +97,10 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     stream_options: Annotated[
         StreamOptions | None, doc("It has no effect: `meta_info` of every event has all counts")
     ] = None
+    lora_path: Annotated[
+        str | list[str | None] | None,
+        doc("Name of a LoRA adapter; null or empty: that of `model`, if it names one; a list has one for each prompt"),
+    ] = None
     return_logprob: Annotated[
         bool | list[bool] | None,
         doc("Return log probabilities in `meta_info`; the next four fields say which, and have no effect without it"),
@@ -148,7 +152,6 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     no_logs: Annotated[Any, only("the server's flags decide what is logged", False)] = None
     is_embedding: Annotated[Any, only("/v1/embeddings returns embeddings", False)] = None
     return_routed_experts: Annotated[Any, only("returning routed experts is not implemented", False)] = None
-    lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
     input_embeds: Annotated[Any, only("a prompt is text or token ids")] = None
     image_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
     audio_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None

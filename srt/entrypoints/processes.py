@@ -135,12 +135,13 @@ class ChildProcess:
             write_frame(self._process.stdin.fileno(), spec)
         return self
 
-    async def fork(self, run_dir: RunDir) -> ChildProcess:
-        """A fork of this process, which has reported Loaded. Raises OSError if there is none."""
+    async def fork(self, server_args: ServerArgs, run_dir: RunDir) -> ChildProcess:
+        """A fork of this process, which has reported Loaded. `server_args`: those of this process, but the adapters may
+        be others. Raises OSError if there is no fork."""
         assert self._forks is not None and self.launched_with is not None
-        spec = LaunchSpec(self.launched_with, str(run_dir.path), run_dir.life, run_dir.work_dir, -1)
+        spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, run_dir.work_dir, -1)
         process, ready_fd = await self._forks.fork(spec)
-        return ChildProcess(self.role, process, ready_fd, launched_with=self.launched_with)
+        return ChildProcess(self.role, process, ready_fd, launched_with=server_args)
 
     def ask_to_stop(self) -> None:
         """Asks the child to stop. A starting child exits at once, a running one after its current step."""

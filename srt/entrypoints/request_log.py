@@ -136,6 +136,8 @@ def log_received(
             "stream": options.stream,
             "prompt_tokens": sample.prompt_tokens,
         }
+        if options.adapter is not None:
+            fields["lora_name"] = options.adapter.name
         if args.log_requests_level >= 1:
             fields["sampling_params"] = msgspec.to_builtins(options.sampling)
         if args.log_requests_level >= 2:

@@ -21,8 +21,9 @@ from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest
 from ..request_options import Pooling
 from .job import MAX_PROMPTS, Sample
+from .lora import target_of
 from .native import check_not_empty
-from .openai.protocol import CacheSalt, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .openai.protocol import CacheSalt, LoraPath, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
 from .options import options_of
 from .routing import Server
 from .sse import WholeFormat, answer, no_result
@@ -47,6 +48,7 @@ class RerankBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = None
     model: Model = None
     cache_salt: CacheSalt = None
+    lora_path: LoraPath = None
     user: User = None
     priority: Priority = None
     waiting_timeout: WaitingTimeout = None
@@ -79,7 +81,7 @@ RERANK_CODEC = BodyCodec(RerankBody)
 
 async def rerank(server: Server, request: Request, body: RerankBody) -> ASGIApp:
     """Handler of /v1/rerank. The query and each document are a request of no new tokens."""
-    model = server.check_model(body.model)
+    model, adapter = target_of(server.manager, body.model, body.lora_path)
     if body.top_n is not None and body.top_n < 1:
         raise InvalidRequest(f"top_n must be at least 1, got {body.top_n}", param="top_n")
     texts = [_text(document) for document in check_not_empty(body.documents, "documents")]
@@ -89,7 +91,7 @@ async def rerank(server: Server, request: Request, body: RerankBody) -> ASGIApp:
         )
     name = f"rerank-{uuid.uuid4().hex}"
     sampling = server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0})
-    options = options_of(body, sampling, pooling=body.pooling or "mean")
+    options = options_of(body, sampling, pooling=body.pooling or "mean", adapter=adapter)
     prompts = [Prompt(content=body.query, options=options, rid=f"{name}_query", param="query")]
     prompts += [
         Prompt(content=text, options=options, rid=f"{name}_{i}", param=f"documents[{i}]")

@@ -112,8 +112,8 @@ class Death(NamedTuple):
         return killed and not self.was_hung and not self.was_oom
 
     def blame(self, journal: Journal, *, loads_weights: bool) -> Blame | None:
-        """The requests that may have caused the death. None: none has. `loads_weights`: generation is paused, and the
-        engine loads other weights."""
+        """The requests that may have caused the death. None: none has. `loads_weights`: between two steps,
+        the engine loads other weights or an adapter."""
         if self.is_from_outside:
             return None
         if self.role == "scheduler" and loads_weights and journal.is_between_steps:

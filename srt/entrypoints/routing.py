@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import InvalidRequest, ModelNotFound, QueueFull, TercetError
+from ..errors import InvalidRequest, QueueFull, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
 from .json_limits import check_limits
 from .key_limits import KeyLimits
@@ -91,15 +91,6 @@ class Server:
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
     held: HeldBytes = field(default_factory=HeldBytes)
-
-    def check_model(self, model: str | None) -> str:
-        """The served model name. Raises ModelNotFound unless `model` is this name, the model's path or "default"."""
-        args = self.manager.server_args
-        if model is not None and model not in (args.model_name, args.model_path, "default"):
-            raise ModelNotFound(
-                f"the model {shown(model)} does not exist; the served model is {args.model_name!r}", param="model"
-            )
-        return args.model_name
 
 
 class MetricsSource(Protocol):

@@ -16,8 +16,9 @@ from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest
 from ..logprobs import MAX_TOKEN_IDS, LogprobOptions
 from .job import Sample
+from .lora import target_of
 from .native import check_not_empty, check_num_prompts
-from .openai.protocol import CacheSalt, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .openai.protocol import CacheSalt, LoraPath, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
 from .options import options_of
 from .routing import Server, in_thread_if_large
 from .sse import WholeFormat, answer, no_result
@@ -36,6 +37,7 @@ class ScoreBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     item_first: Annotated[bool | None, doc("A prompt is its item and then the query, default false")] = None
     model: Model = None
     cache_salt: CacheSalt = None
+    lora_path: LoraPath = None
     user: User = None
     priority: Priority = None
     waiting_timeout: WaitingTimeout = None
@@ -56,12 +58,12 @@ SCORE_CODEC = BodyCodec(ScoreBody)
 
 async def score(server: Server, request: Request, body: ScoreBody) -> ASGIApp:
     """Handler of /v1/score. A prompt is a request of one token, whose log probabilities are wanted."""
-    model = server.check_model(body.model)
+    model, adapter = target_of(server.manager, body.model, body.lora_path)
     _check_labels(body.label_token_ids, server.manager.model_config.vocab_size)
     items = _items(body)
     name = f"score-{uuid.uuid4().hex}"
     sampling = server.manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0})
-    options = options_of(body, sampling, LogprobOptions(token_ids_logprob=body.label_token_ids))
+    options = options_of(body, sampling, LogprobOptions(token_ids_logprob=body.label_token_ids), adapter=adapter)
     is_list = isinstance(body.items, list)
     prompts = [
         Prompt(

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from ...managers.input_processor import check_token_ids
 from ..errors import InvalidRequest
 from ..text.tokenizer import Tokenizer
+from .lora import target_of
 from .native import check_not_empty, check_num_prompts, split_ids
 from .openai.chat import render_chat
 from .openai.chat_protocol import Message
@@ -84,7 +85,7 @@ DETOKENIZE_CODEC = BodyCodec(DetokenizeBody)
 
 async def tokenize(server: Server, request: Request, body: TokenizeBody) -> ASGIApp:
     """Handler of /tokenize."""
-    server.check_model(body.model)
+    target_of(server.manager, body.model)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidRequest(f"exactly one of prompt and messages is required, got {given}", param="prompt")
@@ -148,7 +149,7 @@ async def _tokenize_list(server: Server, request: Request, texts: list[str], bod
 
 async def detokenize(server: Server, request: Request, body: DetokenizeBody) -> ASGIApp:
     """Handler of /detokenize."""
-    server.check_model(body.model)
+    target_of(server.manager, body.model)
     if server.manager.inputs.tokenizer is None:
         raise InvalidRequest("this engine has no tokenizer: it runs with --skip-tokenizer-init", param="tokens")
     answer = await in_thread_if_large(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import zmq
 
 from ...managers.calls import Calls
@@ -53,7 +54,7 @@ class ServedEngine:
     def news(self) -> EngineNews:
         manager, args = self.manager, self.manager.server_args
         return EngineNews(
-            facts=manager.facts,
+            facts=msgspec.structs.replace(manager.facts, adapters=manager.adapters.usable),
             model_path=args.model_path,
             load_format=args.load_format,
             dtype=args.dtype,

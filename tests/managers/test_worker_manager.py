@@ -12,6 +12,7 @@ from fake_http import FakeScheduler, make_manager
 
 from tercet.managers.request_registry import Prompt
 from tercet.managers.worker_manager import WorkerManager
+from tercet.srt.adapters import AdapterFacts
 from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import AbortFinish
 from tercet.srt.request_options import RequestOptions
@@ -136,3 +137,13 @@ def test_aborts_by_name() -> None:
         assert not worker.num_unfinished
 
     asyncio.run(body())
+
+
+def test_news_names_the_adapters() -> None:
+    worker, _, news = make_worker()
+    facts = AdapterFacts("pirate", "/p", "f1", 1)
+    assert worker.adapters.usable == []
+    worker.hear(msgspec.structs.replace(news, facts=msgspec.structs.replace(news.facts, adapters=[facts])))
+    assert worker.adapters.find("pirate") == facts.ref
+    worker.hear(news)
+    assert worker.adapters.find("pirate") is None

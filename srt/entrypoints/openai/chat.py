@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ....managers.request_registry import Prompt
+from ...adapters import AdapterRef
 from ...errors import InvalidRequest, UnsupportedField
 from ...io_struct import TextOut
 from ...logprobs import LogprobOptions
 from ...sampling_params import SamplingParams
 from ..job import Sample
+from ..lora import target_of
 from ..options import options_of
 from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large
@@ -51,9 +53,14 @@ _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "co
 async def chat_completions(server: Server, request: Request, body: ChatBody) -> ASGIApp:
     """Handler of /v1/chat/completions."""
     names = names_of(request.scope)
-    frame = Frame(body, "chatcmpl", server.check_model(body.model), names)
+    target = target_of(server.manager, body.model, body.lora_path)
+    frame = Frame(body, "chatcmpl", target.model, names)
     check_stream_options(body)
-    return await run_chat(server, request, body, frame.id, lambda plan, _: _ChatFormat(server, frame, plan, names))
+
+    def make_format(plan: AnswerPlan, sampling: SamplingParams) -> _ChatFormat:
+        return _ChatFormat(server, frame, plan, names)
+
+    return await run_chat(server, request, body, frame.id, make_format, adapter=target.adapter)
 
 
 async def run_chat(
@@ -63,10 +70,11 @@ async def run_chat(
     name: str,
     make_format: Callable[[AnswerPlan, SamplingParams], PlannedFormat],
     *,
+    adapter: AdapterRef | None = None,
     truncates: bool | None = None,
 ) -> ASGIApp:
-    """Runs a chat. `name`: of the request, for /abort_request. `make_format` makes the response format. `truncates`: as
-    in `Prompt`."""
+    """Runs a chat. `name`: of the request, for /abort_request. `make_format` makes the response format. `adapter`: that
+    the body names. `truncates`: as in `Prompt`."""
     logprobs = _logprobs(body)
     kwargs = _template_kwargs(body)
     plan = plan_answer(
@@ -97,7 +105,7 @@ async def run_chat(
     )
     prompt = Prompt(
         content=response_format.noting_prompt(render, _continued(body)),
-        options=options_of(body, sampling, logprobs, shown_tokens=list(plan.shown_tokens)),
+        options=options_of(body, sampling, logprobs, shown_tokens=list(plan.shown_tokens), adapter=adapter),
         rid=name,
         add_special_tokens=False,  # the chat template writes them
         truncates=truncates,

@@ -14,6 +14,7 @@ from ...errors import InvalidRequest
 from ...io_struct import TextOut
 from ...logprobs import LogprobOptions
 from ..job import Sample
+from ..lora import target_of
 from ..native import check_not_empty, check_num_prompts, split_ids
 from ..options import options_of
 from ..request_names import names_of
@@ -32,7 +33,8 @@ COMPLETION_CODEC = BodyCodec(CompletionBody)
 
 async def completions(server: Server, request: Request, body: CompletionBody) -> ASGIApp:
     """Handler of /v1/completions."""
-    frame = Frame(body, "cmpl", server.check_model(body.model), names_of(request.scope))
+    target = target_of(server.manager, body.model, body.lora_path)
+    frame = Frame(body, "cmpl", target.model, names_of(request.scope))
     check_stream_options(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, "max_tokens")
@@ -41,7 +43,7 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
     echo = bool(body.echo)
     if echo:
         check_tokenizer(server.manager, "echo")
-    options = options_of(body, sampling, _logprobs(server, body))
+    options = options_of(body, sampling, _logprobs(server, body), adapter=target.adapter)
     grammar_param = grammar_field(body)
     prompts = [
         Prompt(

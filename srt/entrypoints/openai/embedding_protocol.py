@@ -8,7 +8,7 @@ import msgspec
 
 from ...request_options import Pooling
 from ..wire import Int32, Wire, doc
-from .protocol import CacheSalt, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .protocol import CacheSalt, LoraPath, Model, Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
 
 
 class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -31,6 +31,7 @@ class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
         bool | None, doc("Let the tokenizer add its special tokens to a text, default true")
     ] = None
     cache_salt: CacheSalt = None
+    lora_path: LoraPath = None
     user: User = None
     priority: Priority = None
     waiting_timeout: WaitingTimeout = None

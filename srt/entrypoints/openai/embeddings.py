@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest
 from ..job import Sample
+from ..lora import target_of
 from ..native import check_num_prompts
 from ..options import options_of
 from ..routing import Server, in_thread_if_large
@@ -28,13 +29,13 @@ EMBEDDING_CODEC = BodyCodec(EmbeddingBody)
 
 async def embeddings(server: Server, request: Request, body: EmbeddingBody) -> ASGIApp:
     """Handler of /v1/embeddings. A prompt is a request of no new tokens."""
-    model = server.check_model(body.model)
+    model, adapter = target_of(server.manager, body.model, body.lora_path)
     _check_dimensions(body.dimensions, server.manager.model_config.hidden_size)
     contents, is_list = await in_thread_if_large(request, contents_of, body.input, "input")
     check_num_prompts(len(contents), "input")
     name = f"embd-{uuid.uuid4().hex}"
     sampling = server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0})
-    options = options_of(body, sampling, pooling=body.pooling or "last")
+    options = options_of(body, sampling, pooling=body.pooling or "last", adapter=adapter)
     prompts = [
         Prompt(
             content=content,

@@ -12,7 +12,14 @@ from ...io_struct import Counts
 from ..wire import Int32, Int64, Wire, doc, only
 from .structured_protocol import ResponseFormat, StructuredOutputs
 
-Model = Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")]
+Model = Annotated[
+    str | None,
+    doc(
+        "The served name, the model's path or `default`; or NAME of a LoRA adapter, also as MODEL:NAME; default: the "
+        "served model"
+    ),
+]
+LoraPath = Annotated[str | None, doc("Name of a LoRA adapter; null or empty: that of `model`, if it names one")]
 CacheSalt = Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")]
 User = Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")]
 Priority = Annotated[
@@ -83,6 +90,7 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     skip_special_tokens: Annotated[bool | None, doc("Omit special tokens from the text, default true")] = None
     rid: Annotated[str | None, doc("Name of the request, for /abort_request; the answer has it as `id`")] = None
     cache_salt: CacheSalt = None
+    lora_path: LoraPath = None
     return_token_ids: Annotated[bool | None, doc("Return `token_ids` of each choice, and `prompt_token_ids`")] = None
     return_cached_tokens_details: Annotated[
         bool | None, doc("Return `sglext.cached_tokens_details`; a stream has it in a chunk without choices")
@@ -111,7 +119,6 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     session_id: SessionId = None
     retention_seconds: RetentionSeconds = None
     service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None
-    lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
     return_hidden_states: Annotated[Any, only("only /generate returns hidden states", False)] = None
     truncate_prompt_tokens: Annotated[Any, only("the server's flag --allow-auto-truncate sets it")] = None
     logits_processors: Annotated[Any, only("custom logit processors are not supported", [])] = None
@@ -177,15 +184,15 @@ FinishName = Literal["stop", "length", "abort"]
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    id: Annotated[str, doc("The served name")]
+    id: Annotated[str, doc("The served name, or the name of a LoRA adapter")]
     object: Annotated[Literal["model"], doc("The type of this object")]
     created: Annotated[int, doc("Unix time at which the server started, in seconds")]
     owned_by: Annotated[str, doc("Always `tercet`")]
-    root: Annotated[str, doc("Name of the model's folder or file, without the path on the server")]
-    parent: Annotated[None, doc("Always null")]
+    root: Annotated[str, doc("Name of the model's or adapter's folder or file, without the path on the server")]
+    parent: Annotated[str | None, doc("The served name, in the card of an adapter; null in that of the model")]
     max_model_len: Annotated[int, doc("Maximum number of tokens of a prompt and its answer together")]
 
 
 class ModelList(msgspec.Struct, frozen=True):
     object: Annotated[Literal["list"], doc("The type of this object")]
-    data: Annotated[list[ModelCard], doc("The one model that is served")]
+    data: Annotated[list[ModelCard], doc("The model that is served, and then its adapters")]

@@ -13,6 +13,7 @@ from ...errors import InvalidRequest, TercetError
 from ...io_struct import LengthFinish, StopFinish, TextOut
 from ...sampling_params import SamplingParams
 from ..job import Sample
+from ..lora import target_of
 from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large
 from ..sse import event
@@ -46,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 
 async def responses(server: Server, request: Request, body: ResponsesBody) -> ASGIApp:
     """Handler of /v1/responses."""
-    model = server.check_model(body.model)
+    model, adapter = target_of(server.manager, body.model, body.lora_path)
     names = names_of(request.scope)
     name = f"resp_{names.hex()}"
     choice = None if body.truncation is None else body.truncation == "auto"
@@ -59,6 +60,7 @@ async def responses(server: Server, request: Request, body: ResponsesBody) -> AS
             chat,
             name,
             lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling, names, truncates),
+            adapter=adapter,
             truncates=truncates,
         )
     except InvalidRequest as error:

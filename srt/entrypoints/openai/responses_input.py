@@ -11,7 +11,8 @@ from .responses_protocol import InputItem, InputPart, ResponsesBody, ResponsesTo
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "frequency_penalty", "presence_penalty", "parallel_tool_calls",
-    "cache_salt", "user", "priority", "waiting_timeout", "running_timeout", "session_id", "retention_seconds",
+    "cache_salt", "lora_path", "user", "priority", "waiting_timeout", "running_timeout", "session_id",
+    "retention_seconds",
 )  # fmt: skip
 """Fields that a chat has under the same name."""
 _FIELDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from ..wire import Int64, Wire, doc, only
-from .protocol import CacheSalt, Priority, RetentionSeconds, RunningTimeout, SessionId, User, WaitingTimeout
+from .protocol import CacheSalt, LoraPath, Priority, RetentionSeconds, RunningTimeout, SessionId, User, WaitingTimeout
 from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check_choice_fields
 
 _NOT_STORED = "answers are not stored"
@@ -157,6 +157,7 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
         str | None, doc("It has no effect: all requests share cached prefixes; cache_salt separates them")
     ] = None
     cache_salt: CacheSalt = None
+    lora_path: LoraPath = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, doc("Further variables for the chat template, such as `enable_thinking`")
     ] = None

@@ -165,7 +165,9 @@ def test_a_bad_request_is_refused_when_it_is_made(
 
 
 def test_what_is_not_there_is_refused_by_name(engine: Engine) -> None:
-    with pytest.raises(UnsupportedField, match="lora_path"):
+    with pytest.raises(UnsupportedField, match="input_embeds"):
+        engine.generate(input_ids=[1], input_embeds=[[1.0]])
+    with pytest.raises(InvalidRequest, match="lora_path needs a server with --enable-lora"):
         engine.generate(input_ids=[1], lora_path="adapter")
     with pytest.raises(InvalidRequest, match="JSON"):
         engine.generate(input_ids=[1], sampling_params={"stop": object()})

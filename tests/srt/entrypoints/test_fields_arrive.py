@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_adapters import WITH_PIRATE
 from fake_http import FakeScheduler, Site, make_manager
 from field_tables import (
     CHAT,
@@ -49,6 +50,7 @@ from tercet.srt.entrypoints.admin import AbortBody
 from tercet.srt.entrypoints.engine import _body
 from tercet.srt.entrypoints.engine_request import EngineRequest, make_sample_limit
 from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.lora import LoadAdapterBody, UnloadAdapterBody
 from tercet.srt.entrypoints.native_protocol import GenerateBody, NativeSampling
 from tercet.srt.entrypoints.openai.chat_protocol import Message, TextPart
 from tercet.srt.entrypoints.openai.protocol import StreamOptions
@@ -146,7 +148,7 @@ def walks() -> list[Walk]:
 @pytest.fixture
 def site() -> Iterator[Site]:
     """With a tokenizer that begins a text with <bos>, where it is let. Two tokens say all that chat looks for."""
-    site = Site(reasoning_parser="deepseek-r1")
+    site = Site(reasoning_parser="deepseek-r1", **WITH_PIRATE)
     site.scheduler.words = ("h", "m</think>" + '<tool_call>{"name": "f"}</tool_call>' * 2)
     site.manager.inputs.tokenizer = tokenizer()
     yield site
@@ -181,6 +183,8 @@ def test_every_type_of_object_is_walked() -> None:
         ContinueBody,
         StartProfileBody,
         UpdateWeightsBody,
+        LoadAdapterBody,
+        UnloadAdapterBody,
         *choices,
     }  # tests of their own
     walked = {walk.cls for walk in walks()} | constraints | own
@@ -215,7 +219,7 @@ def test_an_engines_call_may_name_its_model() -> None:
 
 def engine_call(name: str, value: Any, stream: bool) -> Seen:
     scheduler = FakeScheduler()
-    manager = make_manager(scheduler)
+    manager = make_manager(scheduler, **WITH_PIRATE)
     manager.inputs.tokenizer = tokenizer()
     sampling: dict[str, Any] = {"max_new_tokens": 2}
     fields: dict[str, Any] = {}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_adapters import PIRATE, WITH_PIRATE
 from fake_http import CONTEXT_LEN, Site
 from field_tables import LIMITS, RETENTION
 from field_walks import NO_EFFECT, STREAM, Effect, Seen, Table, Walk, check, sampling, tokenizer
@@ -52,6 +53,7 @@ BODY: Table = {
     "prompt_cache_key": ("k", lambda seen: seen.answer["prompt_cache_key"] == "k"),
     **LIMITS,
     **RETENTION,
+    "lora_path": ("pirate", lambda seen: seen.req.options.adapter == PIRATE.ref),
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
     "chat_template_kwargs": ({"mood": "!"}, lambda seen: seen.prompt.endswith("<assistant>!")),
     "text": ({"format": {"type": "nonsense"}}, lambda seen: seen.answer["error"]["param"].startswith("text.format")),
@@ -141,7 +143,7 @@ WALKS = [
 @pytest.fixture
 def site() -> Iterator[Site]:
     """Two tokens say two calls."""
-    site = Site()
+    site = Site(**WITH_PIRATE)
     site.scheduler.words = ("h", "m" + '<tool_call>{"name": "f"}</tool_call>' * 2)
     site.manager.inputs.tokenizer = tokenizer()
     yield site

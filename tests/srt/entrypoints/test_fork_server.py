@@ -24,6 +24,7 @@ from toy_engine import is_gone, text_of, toy_args
 
 from tercet.managers.scheduler_process import LoadedModel
 from tercet.srt.entrypoints import forks
+from tercet.srt.entrypoints.child import LoadedTokenizer
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.handshake import LaunchSpec
 from tercet.srt.request_options import RequestOptions
@@ -222,10 +223,38 @@ def test_replaced_weights_end_the_fork_server(tmp_path: Path, changes: dict[str,
     asyncio.run(scenario())
 
 
+def test_other_adapters_leave_the_fork_server_and_reach_its_forks(tmp_path: Path) -> None:
+    """A fork loads the adapters itself, and the fork server has none."""
+
+    async def scenario() -> None:
+        core = await start(tmp_path, enable_lora=True, max_loras=1, max_lora_rank=1)
+        server, weights = core._spares["scheduler"], core.tokenizer_manager.weights
+        weights.server_args = dataclasses.replace(weights.server_args, lora_paths=["a=/a"])
+        core._renew_spares()
+        assert core._spares["scheduler"] is server
+        assert await answer_after_a_kill(core, "scheduler") == text_of(60)
+        assert core._spares["scheduler"] is server and not server.ended.done()
+        (scheduler,) = [one for one in core._life.children if one.role == "scheduler"]
+        assert scheduler.launched_with is not None and scheduler.launched_with.lora_paths == ["a=/a"]
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_has_the_settings_of_its_launch(tmp_path: Path) -> None:
+    config, runner = object(), object()
+    loaded = LoadedModel(toy_args(tmp_path), config, None, runner)  # type: ignore[arg-type]
+    changed = dataclasses.replace(loaded.server_args, lora_paths=["a=/a"])
+    assert loaded.with_settings(changed) == LoadedModel(changed, config, None, runner)  # type: ignore[arg-type]
+    assert LoadedTokenizer(None).with_settings(changed) == LoadedTokenizer(None)
+
+
 def test_a_fork_that_nobody_needs_leaves_the_engine_its_folder(tmp_path: Path) -> None:
     async def scenario() -> None:
         core = await start(tmp_path)
-        fork = await core._spares["detokenizer"].fork(core._life.run_dir.next_life())
+        fork = await core._spares["detokenizer"].fork(
+            core.tokenizer_manager.server_args, core._life.run_dir.next_life()
+        )
         await asyncio.wait_for(asyncio.shield(fork.ready), PATIENCE_S)
         fork._process.stdin.close()
         await asyncio.wait_for(asyncio.shield(fork.ended), PATIENCE_S)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_adapters import WITH_PIRATE
 from fake_http import Site, loaded_weights
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
@@ -35,6 +36,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/continue_generation": {},
     "/start_profile": {},
     "/update_weights_from_disk": {"model_path": "a"},
+    "/load_lora_adapter": {"lora_name": "other", "lora_path": "a"},
+    "/unload_lora_adapter": {"lora_name": "pirate"},
 }
 HONOURED: dict[str, Any] = {
     "truncation": "auto",
@@ -43,6 +46,7 @@ HONOURED: dict[str, Any] = {
     "stream": True,
     "rid": "name",
     "cache_salt": "s",
+    "lora_path": "pirate",
     "tenant": "me",
     "priority": 3,
     "mode": "retract",
@@ -134,6 +138,8 @@ HONOURED: dict[str, Any] = {
     "profile_prefix": "a",
 }
 """A good value of every field that is honoured."""
+REPEATABLE = sorted(VALID.keys() - {"/load_lora_adapter", "/unload_lora_adapter"})
+"""Requests that may be sent again and again. test_lora.py has the others."""
 OTHER_VALUES: dict[tuple[str, str], Any] = {
     ("/v1/completions", "logprobs"): 5,
     ("/v1/chat/completions", "logprobs"): True,
@@ -147,7 +153,7 @@ OUTLANDISH = {"not": ["a", "value"]}
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     """With everything on that a server can switch off."""
-    site = Site(profile_dir=str(tmp_path), update_weights_dir=str(tmp_path))
+    site = Site(profile_dir=str(tmp_path), update_weights_dir=str(tmp_path), **WITH_PIRATE)
     site.scheduler.answers = {
         StartProfileReq: lambda message: ProfileReply(message.call_id, message.path),
         UpdateWeightsReq: loaded_weights,
@@ -171,7 +177,7 @@ def cases(restricted: bool) -> list[tuple[str, str, str | None]]:
     ]
 
 
-@pytest.mark.parametrize("path", sorted(VALID))
+@pytest.mark.parametrize("path", REPEATABLE)
 def test_restricted_fields_take_only_what_they_say(site: Site, path: str) -> None:
     for where, name, allowed in cases(restricted=True):
         if where != path:
@@ -184,7 +190,7 @@ def test_restricted_fields_take_only_what_they_say(site: Site, path: str) -> Non
     assert site.idle()
 
 
-@pytest.mark.parametrize("path", sorted(VALID))
+@pytest.mark.parametrize("path", REPEATABLE)
 def test_honoured_fields_take_null_and_a_good_value(site: Site, path: str) -> None:
     for where, name, _ in cases(restricted=False):
         if where != path or path == "/abort_request":

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import fake_http
 import numpy as np
 import pytest
+from fake_adapters import PIRATE, WITH_PIRATE
 from fake_http import Site
 from field_tables import LIMITS
 from field_walks import Table, Walk, check
@@ -22,7 +23,7 @@ BODY = {"query": "b", "documents": ["z", "b", {"text": "!"}, "b"]}
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    site = Site()
+    site = Site(**WITH_PIRATE)
     yield site
     site.close()
 
@@ -105,6 +106,7 @@ FIELDS: Table = {
     "return_documents": (False, lambda seen: "document" not in seen.answer["results"][0]),
     "pooling": ("last", lambda seen: seen.req.options.pooling == "last"),
     "model": ("gpt", lambda seen: seen.answer["error"]["code"] == "model_not_found"),
+    "lora_path": ("pirate", lambda seen: seen.req.options.adapter == PIRATE.ref),
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
     "user": ("ann", lambda seen: seen.req.options.tenant == "ann"),
     **LIMITS,
