@@ -203,3 +203,17 @@ def test_fingerprints_name_adapters() -> None:
     found = rig.adapters.with_fingerprint(fingerprint_of(1))
     assert found is not None and found.name == "a" and adapter_number(found.path) == 1
     assert rig.adapters.with_fingerprint(fingerprint_of(2)) is None
+
+
+def test_an_unload_waits_for_the_step_in_flight() -> None:
+    """A request that ends by a stop token takes part in one more step. The fake runner checks that slots are unused."""
+    rig = loaded_rig(overlap=True)
+    rig.add("a", PROMPT, adapter=ref("a", 1), stop_token_ids=[right(1)[4]])
+    rig.turn()
+    rig.inbox.messages.append(UnloadAdapterReq(3, "a"))
+    while rig.heard["a"].finish is None:
+        rig.turn()
+    assert rig.in_flight is not None and not replies(rig)
+    rig.turn()
+    assert take_reply(rig).adapter is not None
+    assert rig.heard["a"].ids == right(1, 5)

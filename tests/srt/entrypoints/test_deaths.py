@@ -59,14 +59,15 @@ def test_a_pause_alone_is_no_excuse(
         await manager.pause.begin("in_place")
         options = RequestOptions(sampling=SamplingParams(max_new_tokens=9), stream=True)
         (sample,) = await manager.submit([1], options)
-        for is_updating in (True, False):
+        for excuse in ("weights", "adapter", None):
             StepJournal(core._life.run_dir.journal, 8)  # no step is under way
-            manager.weights.is_updating = is_updating
+            manager.weights.is_updating = excuse == "weights"
+            manager.adapters._loading = {"x"} if excuse == "adapter" else set()
             num_restarts = manager.recovery.num_restarts
             os.kill(core.child_pids["scheduler"], signal.SIGABRT)
             while manager.recovery.num_restarts == num_restarts or manager.is_restarting:
                 await asyncio.sleep(0.01)
-            assert sample.num_strikes == (not is_updating)
+            assert sample.num_strikes == (excuse is None)
         await manager.pause.end()
         assert (await asyncio.wait_for(sample.result(), PATIENCE_S)).text == text_of(9)
         await core.stop()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from breakable_http import Connection, events_in
+from fake_adapters import PIRATE, WITH_PIRATE
 from patience import PATIENCE_S
 from resumed_sites import ask, begun, kill, make_site, saved_of
 
@@ -84,3 +86,19 @@ def test_the_end_of_a_sample_while_its_events_are_repeated(
         site = make_site(file)
         assert events_in(ask(site, name + b"/0")[1]) == events
         kill(site, file)
+
+
+def test_a_stream_of_an_adapter_goes_on_only_with_the_same_files(tmp_path: Path) -> None:
+    """The scheduler refuses a request of files that it does not have, so the next server tells it those of before."""
+    file, events = begun(tmp_path / "streams", fields={"model": "pirate"}, **WITH_PIRATE)
+    name = events[-1][0]
+    site = make_site(file)
+    status, data = ask(site, name)
+    assert status == 404 and b"the model 'pirate' does not exist" in data and not site.scheduler.received
+    file = kill(site, file)
+    replaced = msgspec.structs.replace(PIRATE, fingerprint="f2")
+    site = make_site(file, **{**WITH_PIRATE, "adapters": [replaced]})
+    assert ask(site, name)[0] == 200
+    (request,) = site.scheduler.received
+    assert request.options.adapter == PIRATE.ref
+    kill(site, file)
