@@ -22,7 +22,7 @@ from .experts import ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, GatedSteps, Layer, LayerKinds, Rotary
 from .layernorm import RMSNorm
 from .output_head import OutputHead
-from .residual import AfterNorm, BeforeSum
+from .residual import BeforeSum, StreamLayer
 
 
 class LoraSize(NamedTuple):
@@ -187,7 +187,7 @@ class LoraLayers:
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return self._layers.experts(router, experts, config)
 
-    def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
+    def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
         return self._layers.after_norm(norm, layer)
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
