@@ -191,6 +191,7 @@ class _RunnerBuilder:
             compiled=compiled,
             quantized=settings.rounds_to_integers,
             widened=settings.widens_activations,
+            lora=settings.lora,
         )
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
         reserve += self.sampler.max_edit_bytes(num_rows) + self.sampler.max_choice_bytes(num_rows)

@@ -11,6 +11,7 @@ import torch
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import ModelConfig
 from ..attention.torch_backend import gathered_tokens, scores_at_once
+from ..layers.lora_layers import LoraSize
 from ..layers.quantized_weight import GROUP
 from ..models.family import family_of
 from .settings import RunnerSettings
@@ -26,6 +27,8 @@ _SPLIT = 256
 """Keys of a split: `kSplit` of csrc/cpu/attention_plan.h."""
 _WIDTH = 32
 """A saved result, and a row of the sums of experts, has a multiple of this many numbers, or of a half of it."""
+_MOST_STACKED = 3
+"""Most matrices that are stacked in a layer: queries, keys and values."""
 _SCRATCH_BYTES_OF_GROUP = 2 * GROUP + 12
 """Bytes per group of activations quantized to 8 bits (csrc/cpu/quantized.h): values of at most 2 bytes, and 12 more."""
 
@@ -39,11 +42,12 @@ def activation_bytes(
     compiled: bool,
     quantized: bool = False,
     widened: bool = False,
+    lora: LoraSize | None = None,
 ) -> int:
     """An upper bound in bytes of the memory of a step with `tokens` tokens, including the logits of `rows` tokens.
 
     `compiled`: whether all layers are compiled operations. `quantized`, `widened`: whether linear layers round their
-    inputs to integers, or widen them to float32.
+    inputs to integers, or widen them to float32. `lora`: None if no layer has adapters.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden = config.hidden_size
@@ -65,8 +69,25 @@ def activation_bytes(
     if compiled and config.experts is not None:  # their input and the products of gate and up exist together
         widest = max(widest, hidden + config.experts.num_experts_per_token * config.experts.intermediate_size)
     scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else widest * _FLOAT_BYTES if widened else 0
+    if lora is not None:
+        if compiled and config.has_dense_layers:
+            feed_forward += 2 * config.intermediate_size * _FLOAT_BYTES  # gate and up before the activation
+        scratch += _lora_bytes(config, dtype, lora, compiled=compiled)
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     return tokens * (max(attention, feed_forward) + in_a_norm + scratch) + rows * config.vocab_size * per_logit
+
+
+def _lora_bytes(config: ModelConfig, dtype: torch.dtype, lora: LoraSize, *, compiled: bool) -> int:
+    """An upper bound in bytes of what a layer with adapters takes for a token: all tokens may have the same one."""
+    dense = 2 * config.intermediate_size if config.has_dense_layers else 0
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inputs = max(config.hidden_size, q_size, dense // 2)
+    hidden = (_MOST_STACKED * lora.max_rank + _WIDTH) * _FLOAT_BYTES
+    if compiled:
+        return hidden + inputs * _FLOAT_BYTES  # some types are widened
+    outputs = max(config.hidden_size, q_size + 2 * kv_size, dense)
+    # The inputs of the tokens, and as floats; the products of each stacked matrix and of all, the old and new outputs.
+    return hidden + inputs * (dtype.itemsize + _FLOAT_BYTES) + outputs * (3 * _FLOAT_BYTES + 2 * dtype.itemsize)
 
 
 def _expert_bytes(experts: ExpertsConfig, hidden: int, dtype: torch.dtype) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cpu_models import CONFIG
 from lora_adapters import merged, save_adapter
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import CONFIGS, make_model, reference_logits, save
 
+from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.layers.lora_layers import LoraSize
+from tercet.model_executor.weights.lora_checkpoint import lora_shapes
 from tercet.srt.model_files.load_config import load_model_config
 
 SIZE = LoraSize(3, 6)
@@ -56,6 +59,42 @@ def test_logits_are_those_of_merged_weights(name, backend, tmp_path):
     check([1, 5, 2])
     driver.decode([3, 5, 1, 2, 4], [int(ids[row][driver.lens[row]]) for row in (3, 5, 1, 2, 4)])
     check([3, 5, 1, 2, 4])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_pool_gets_the_memory_that_the_tables_leave(backend, monkeypatch):
+    """The tables are empty at the start, so the machine still counts their memory as free."""
+    monkeypatch.setattr("tercet.model_executor.runner.load.host_memory", lambda: Memory(1 << 28, 1 << 27))
+    options = {"dtype": "float32", "max_running_requests": 4, "attention_backend": backend, "mem_fraction_static": 0.9}
+    sizes = [LoraSize(1, 16), LoraSize(200, 16)]
+    plain, small, large = (make_runner(CONFIG, lora, **options) for lora in (None, *sizes))
+    assert plain.num_bytes.weights < small.num_bytes.weights
+    taken = large.num_bytes.weights - small.num_bytes.weights
+    assert taken >= 199 * sum(
+        4 * 16 * (len(shape.rows) * shape.columns + sum(shape.rows)) for shape in lora_shapes(CONFIG).values()
+    )
+    freed = (small.max_total_num_tokens - large.max_total_num_tokens) * 2 * 2 * 2 * 16 * 4
+    assert abs(freed - taken) < 1 << 20
+    with pytest.raises(ValueError, match=r"the tables of LoRA adapters need .* lower --max-loras"):
+        make_runner(CONFIG, LoraSize(1000, 16), **options)
+
+
+def test_triton_attention_refuses_adapters(monkeypatch):
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
+    with pytest.raises(ValueError, match="LoRA adapters need --attention-backend cpu or torch, got triton"):
+        make_runner(CONFIG, SIZE, attention_backend="triton", max_total_tokens=100, max_running_requests=2)
+
+
+def test_without_adapters_a_step_has_none():
+    driver = RunnerDriver(make_runner(CONFIG, max_total_tokens=100, max_running_requests=2))
+    assert driver.runner.adapters is None
+    seen = []
+    forward = driver.runner.model.transform
+    driver.runner.model.transform = lambda x, rotations, batch: seen.append(batch) or forward(x, rotations, batch)
+    driver.runner._recorded = None
+    driver.extend({1: [5, 6]}, new_rows=[driver.add(1)])
+    driver.decode([1])
+    assert [(batch.adapters, batch.sampled_adapters) for batch in seen] == [(None, None)] * 2
 
 
 def test_the_families_of_adapters_are_all_families():

@@ -13,6 +13,7 @@ from tercet.model_executor.runner.kv_budget import (
     DEFAULT_CPU_BYTES,
     DEFAULT_CPU_SHARE,
     GPU_MARGIN,
+    check_adapters,
     check_host_kv,
     check_random_weights,
     check_weights,
@@ -147,6 +148,13 @@ def test_host_memory_for_kv_that_does_not_fit():
         check_host_kv(0, 0, on_cpu=on_cpu)
         with pytest.raises(ValueError, match=rf"size 4 needs 4\.00 GiB .* {where} 4\.00 GiB .* lower --hicache-size"):
             check_host_kv(4 * GIB, 4 * GIB, on_cpu=on_cpu)
+
+
+def test_adapters_that_do_not_fit():
+    check_adapters(3 * GIB, 4 * GIB)
+    check_adapters(0, 0)
+    with pytest.raises(ValueError, match=r"adapters need 4\.00 GiB, .* only 4\.00 GiB .* lower --max-loras or --max-l"):
+        check_adapters(4 * GIB, 4 * GIB)
 
 
 @pytest.fixture

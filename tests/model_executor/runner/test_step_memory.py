@@ -12,6 +12,7 @@ import pytest
 import torch
 from backend_steps import Row, make_batch, with_sinks
 from cpu_models import CONFIG
+from lora_adapters import save_for_config
 from patience import PATIENCE_S
 from peak_memory import peak_bytes
 from runner_driver import RunnerDriver
@@ -21,6 +22,7 @@ from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import torch_backend
 from tercet.model_executor.device.memory import Memory
+from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load, step_memory
 from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes, saved_split_bytes, sink_bytes
@@ -88,6 +90,43 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
     )
     kept += runner.sampler.max_choice_bytes(ROWS)
     assert measured <= kept <= (2.25 if runner.model.compiled else 6) * measured
+
+
+@pytest.mark.usefixtures("each_cpu_choice")
+@pytest.mark.parametrize("shape", ["deep", "heads", "gemma"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float16", None), ("bfloat16", "int8")]
+)
+def test_the_largest_step_with_adapters_takes_what_is_kept_for_it(shape, dtype, quantization, tmp_path):
+    if quantization is not None and cpu_extension.load() is None:
+        pytest.skip("only compiled operations compute with such weights")
+    config, lora = replace(CONFIG, **SHAPES[shape]), LoraSize(2, 32)
+    runner = make_runner(
+        config, lora, dtype=dtype, quantization=quantization, max_running_requests=ROWS, max_total_tokens=4096
+    )
+    runner.load_adapter(1, save_for_config(tmp_path, config, rank=32))
+    largest = warmup_steps(ROWS, CONTEXT, TOKENS)[0]
+    largest = replace(largest, new_rows=[replace(new_row, adapter=1) for new_row in largest.new_rows])
+
+    def run():
+        step = runner.launch(largest)
+        step.sample()
+        step.wait()
+
+    run()
+    measured = peak_bytes(run)
+    kept = activation_bytes(
+        config,
+        runner.settings.dtype,
+        tokens=int(largest.extend_lens.sum()),
+        rows=ROWS,
+        compiled=runner.model.compiled,
+        quantized=quantization is not None,
+        widened=runner.settings.widens_activations,
+        lora=lora,
+    )
+    kept += runner.sampler.max_choice_bytes(ROWS)
+    assert measured <= kept <= (3 if runner.model.compiled else 9) * measured
 
 
 @pytest.mark.parametrize("windows", [(None, None), (None, 70)])
