@@ -58,6 +58,8 @@ def test_both_loops_stream_the_same_tokens(runners):
 def test_drafts_change_no_token(runners, recorded, monkeypatch):
     """Greedy and drawn tokens, with and without a grammar, and their log probabilities. The runner of these settings
     records steps with drafts."""
+    if recorded and runners.backend == "torch":
+        pytest.skip("torch layers are not recorded")
     seen = dict.fromkeys(("verifications", "drafts", "accepted"), 0)
     drafting = Runners(monkeypatch, runners.backend, speculative_algorithm="NGRAM") if recorded else runners
     for seed in range(NUM_SCHEDULES // 2):
