@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from cpu_models import CONFIG
+from gguf_models import write_gguf
 from lora_adapters import merged, save_adapter
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import CONFIGS, make_model, reference_logits, save
 
+from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.weights.lora_checkpoint import lora_shapes
 from tercet.srt.model_files.load_config import load_model_config
 
+pytestmark = pytest.mark.timeout(300)
 SIZE = LoraSize(3, 6)
 KINDS = [
     "llama", "llama_biases", "qwen2_tied", "qwen3", "phi3", "phi3_partial", "smollm3", "gemma3", "gemma3_scaled",
@@ -59,6 +63,37 @@ def test_logits_are_those_of_merged_weights(name, backend, tmp_path):
     check([1, 5, 2])
     driver.decode([3, 5, 1, 2, 4], [int(ids[row][driver.lens[row]]) for row in (3, 5, 1, 2, 4)])
     check([3, 5, 1, 2, 4])
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("llama", "llama"), ("phi3_partial", "phi3"), ("gemma3_default", "gemma3"), ("smollm3_default", "smollm3")],
+)
+def test_adapters_of_gguf_files(name, arch, tmp_path):
+    """These files have other orders of rows, and other norms. Adapters are those of the model before."""
+    model = make_model(name)
+    options = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 100}
+    driver = RunnerDriver(
+        make_runner(load_model_config(write_gguf(tmp_path / "m.gguf", model, arch)), LoraSize(1, 4), **options)
+    )
+    driver.runner.load_adapter(1, save_adapter(tmp_path / "adapter", model))
+    ids = np.random.default_rng(1).integers(0, 131, 45)
+    expected = reference_logits(merged(model, tmp_path / "adapter"), ids.tolist())
+    for position, logits in driver.logits_along(1, ids, [30, 10], adapter=1).items():
+        assert relative_error(logits, expected[position]) < 1e-4
+
+
+@pytest.mark.skipif(cpu_extension.load() is None, reason="only compiled layers have packed weights")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_servers_with_and_without_adapters_share_a_cache_of_weights(dtype, tmp_path):
+    """Those without have gate and up side by side in a panel."""
+    folder, cache = save(make_model("llama"), tmp_path / "model"), tmp_path / "cache"
+    found = []
+    for lora in (None, SIZE, SIZE, None):
+        driver = make_driver(folder, lora=lora, weight_cache=str(cache), dtype=dtype)
+        found.append(torch.stack(list(driver.logits_along(1, list(range(30)), [20]).values())))
+        assert torch.equal(found[-1], found[0])
+    assert len(list(cache.glob("*.packed"))) == 2
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
