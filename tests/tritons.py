@@ -21,6 +21,7 @@ import compiled_dependent
 import compiled_experts
 import compiled_fp8
 import compiled_hopper
+import compiled_lora
 import compiled_others
 import pytest
 import triton
@@ -37,6 +38,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = (
     | compiled_dependent.CASES
     | compiled_experts.CASES
     | compiled_hopper.CASES
+    | compiled_lora.CASES
 )
 
 

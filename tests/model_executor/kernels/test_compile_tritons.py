@@ -13,6 +13,7 @@ import compiled_dependent
 import compiled_experts
 import compiled_fp8
 import compiled_hopper
+import compiled_lora
 import compiled_others
 import pytest
 import triton
@@ -60,6 +61,14 @@ def test_the_other_kernels_compute_as_meant(version: str, case: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_others.assert_computes_as_meant(resources)
+
+
+@pytest.mark.parametrize("case", compiled_lora.CASES)
+@pytest.mark.parametrize("version", OTHERS)
+def test_adapters_are_copied_ahead(version: str, case: str) -> None:
+    for resources in compiled_with(version)[case]:
+        assert_fits(resources, "sm_90")
+        compiled_lora.assert_adds_adapters(resources)
 
 
 @pytest.mark.parametrize("case", compiled_hopper.CASES)

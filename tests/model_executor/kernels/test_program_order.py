@@ -18,6 +18,7 @@ import triton.language as tl
 from attention_cases import Case, build, run_decode, run_extend
 from fused_cases import make_step, same_bits
 from interleaved_programs import interleaved_programs
+from lora_layers import draw_layer
 from sampling_cases import Rows
 from triton.runtime import interpreter
 from triton_interpreter import examples, used_memory
@@ -78,6 +79,10 @@ def skinny() -> Tensors:
     return residual, *skinny_linear_sum(drawn(3, 130), drawn(40, 130), None, residual, drawn(40))
 
 
+def lora(num_rows: int) -> torch.Tensor:
+    return draw_layer(1, num_rows, 90, (40, 20), 16, 3, torch.float32).run()
+
+
 KERNELS: dict[str, Callable[[], Tensors]] = {
     "decode": lambda: (run_decode(build(WINDOWED), DECODE),),
     "extend, splits in turn": lambda: (extend(CASE, by_unit=False),),
@@ -90,6 +95,8 @@ KERNELS: dict[str, Callable[[], Tensors]] = {
     "logprobs": lambda: (logprobs(),),
     "fp8 linear": lambda: (fp8(),),
     "skinny linear": skinny,
+    "lora, few rows": lambda: (lora(20),),
+    "lora, many rows": lambda: (lora(50),),
 }
 
 
