@@ -74,13 +74,13 @@ class Adapters:
 def make_adapters(settings: RunnerSettings, config: ModelConfig, uploads: Uploads) -> Adapters | None:
     """Make the empty tables of a runner. None: the settings have no adapters.
 
-    Raises ValueError if the backend has no layers with adapters, and if there is no memory for the tables.
+    Raises ValueError if the layers have no adapters, and if there is no memory for the tables.
     """
     size = settings.lora
     if size is None:
         return None
-    if settings.attention_backend == "triton":
-        raise ValueError("LoRA adapters need --attention-backend cpu or torch, got triton")
+    if settings.fuse_small_steps:
+        raise ValueError("--fuse-small-steps has no kernels for LoRA adapters: leave it out")
     arena = Arena()  # tables are small
     try:
         tables = {name: _table(settings, size, shape, arena) for name, shape in lora_shapes(config).items()}
@@ -93,9 +93,32 @@ def make_adapters(settings: RunnerSettings, config: ModelConfig, uploads: Upload
     return Adapters(tables, size.max_rank, config, rows)
 
 
+def few_rows_bytes(settings: RunnerSettings, config: ModelConfig) -> int:
+    """An upper bound of the memory that adapters take in a step of few tokens, but not in the largest step.
+
+    Sums of few rows are divided among more programs of a GPU, whose results are in memory.
+    """
+    if settings.lora is None or settings.attention_backend != "triton":
+        return 0
+    from ..kernels.lora import lora_hidden_bytes, lora_row_counts  # importing Triton takes half a second
+
+    device, dtype, rank = settings.device, settings.dtype, settings.lora.max_rank
+    counts = [count - 1 for count in lora_row_counts(dtype, device)[1:]]
+    shapes = lora_shapes(config).values()
+    return max(
+        lora_hidden_bytes(count, shape.columns, len(shape.rows) * rank, dtype, device)
+        for count in counts
+        for shape in shapes
+    )
+
+
 def _table(settings: RunnerSettings, size: LoraSize, shape: LoraShape, arena: Arena) -> LoraTables:
     if settings.attention_backend == "cpu":
         from ..layers.cpu_lora import CpuLoraTables  # needs the compiled operations, which this backend has loaded
 
         return CpuLoraTables(shape, size, settings.dtype, arena)
+    if settings.attention_backend == "triton":
+        from ..layers.triton_lora import TritonLoraTables  # importing Triton takes half a second
+
+        return TritonLoraTables(shape, size, settings.dtype, settings.device)
     return TorchLoraTables(shape, size, settings.dtype, settings.device)

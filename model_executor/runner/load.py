@@ -32,7 +32,7 @@ from ..sampling.sampler import Sampler
 from ..step import StepInputs
 from ..weights.cache_folder import open_cache_folder
 from ..weights.loader import load_parameters
-from .adapters import make_adapters
+from .adapters import few_rows_bytes, make_adapters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .host_kv import HostKV, device_bytes
@@ -335,7 +335,8 @@ class _RunnerBuilder:
         step_bytes += max(runner.attention.max_part_bytes(settings.context_len), decode_parts)
         if settings.attention_backend == "torch":  # requests may be longer than those of the warm-up steps
             step_bytes += torch_attention_bytes(settings, self.config, settings.context_len, writes_scores=True)
-        reserve = step_bytes + self.sampler.max_edit_bytes(settings.max_choices)
+        reserve = step_bytes + few_rows_bytes(settings, self.config)
+        reserve += self.sampler.max_edit_bytes(settings.max_choices)
         if settings.host_kv is not None:
             reserve += device_bytes(settings.page_size * self.bytes_per_token)
         if runner.attention.num_splits(np.ones(1, np.int32)) is None:

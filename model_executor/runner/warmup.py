@@ -5,6 +5,8 @@ They measure the memory that steps take, and compile all kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...srt.logprobs import MAX_TOP_LOGPROBS, LogprobOptions
@@ -18,17 +20,24 @@ LONG_TOKENS = 4096
 """More than a split of extend attention (`ExtendTile.split`) on any GPU."""
 
 
-def low_tile_tokens(settings: RunnerSettings, config: ModelConfig) -> int:
-    """The most tokens of a step with the lower tile, for kernels that have two. 0: there are none."""
+def low_tile_tokens(settings: RunnerSettings, config: ModelConfig) -> list[int]:
+    """The most tokens of a step with the lower tile, for each kind of kernel that has two."""
+    found = [FP8_LOW_TILE] if settings.has_fp8_weights else []
     if config.experts is not None and settings.attention_backend == "triton":
         from ..kernels.experts import high_tile_from  # importing Triton takes half a second
 
         count, per_token = config.experts.num_experts, config.experts.num_experts_per_token
-        return high_tile_from(settings.dtype, count, per_token, settings.device) - 1
-    return FP8_LOW_TILE if settings.has_fp8_weights else 0
+        found.append(high_tile_from(settings.dtype, count, per_token, settings.device) - 1)
+    if settings.lora is not None and settings.attention_backend == "triton":
+        from ..kernels.lora import lora_row_counts  # importing Triton takes half a second
+
+        found += [count - 1 for count in lora_row_counts(settings.dtype, settings.device)[1:]]
+    return found
 
 
-def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_tokens: int = 0) -> list[StepInputs]:
+def warmup_steps(
+    num_rows: int, context_len: int, max_prefill_tokens: int, tile_tokens: Sequence[int] = ()
+) -> list[StepInputs]:
     """The warm-up steps, all prefills:
 
     - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,
@@ -38,8 +47,8 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_
       and one of the latter alone, for servers with one row,
     - long requests, with `max_prefill_tokens` new tokens in as many as possible, and with two in one: attention splits
       their KV in two ways,
-    - if `max_prefill_tokens` is at most `tile_tokens`, and decode rows and prompts together may be more, a step of more
-      tokens: linear layers and experts with kernels of their own then use higher tiles.
+    - for each of `tile_tokens`, if `max_prefill_tokens` is at most as many, and decode rows and prompts together may be
+      more, a step of more tokens: layers with kernels of their own then use higher tiles.
 
     The small steps compile the remaining kernels. All steps write to the dummy slot, so the rows of the table must be
     zeros. The next owner of a row overwrites the row's state.
@@ -49,12 +58,16 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_
     long = np.full(max(1, min(num_rows, max_prefill_tokens // 2)), min(context_len, LONG_TOKENS), np.int32)
     new = min(context_len, max_prefill_tokens // len(long))
     mixed = np.array([1, min(2, context_len)][:num_rows], np.int32)
-    more = min(num_rows, tile_tokens + 1) if max_prefill_tokens <= tile_tokens < max_prefill_tokens + num_rows else 0
-    tall = np.full(more, min(context_len, -(-(tile_tokens + 1) // max(more, 1))), np.int32)
+    tall = [
+        np.full(more, min(context_len, -(-(low + 1) // more)), np.int32)
+        for low in tile_tokens
+        if max_prefill_tokens <= low < max_prefill_tokens + num_rows
+        for more in [min(num_rows, low + 1)]
+    ]
     return [
         _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9)),
         _prefill(lens, SamplingParams(temperature=0.0), LogprobOptions(top_logprobs_num=MAX_TOP_LOGPROBS)),
-        *([_prefill(tall, SamplingParams(temperature=0.0))] if more else []),
+        *(_prefill(lens, SamplingParams(temperature=0.0)) for lens in tall),
         _prefill(mixed[:1], SamplingParams(temperature=1.0)),
         _prefill(mixed, SamplingParams(temperature=0.0)),
         _prefill(mixed, SamplingParams(temperature=0.0), LogprobOptions()),

@@ -114,12 +114,6 @@ def test_the_pool_gets_the_memory_that_the_tables_leave(backend, monkeypatch):
         make_runner(CONFIG, LoraSize(1000, 16), **options)
 
 
-def test_triton_attention_refuses_adapters(monkeypatch):
-    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
-    with pytest.raises(ValueError, match="LoRA adapters need --attention-backend cpu or torch, got triton"):
-        make_runner(CONFIG, SIZE, attention_backend="triton", max_total_tokens=100, max_running_requests=2)
-
-
 def test_without_adapters_a_step_has_none():
     driver = RunnerDriver(make_runner(CONFIG, max_total_tokens=100, max_running_requests=2))
     assert driver.runner.adapters is None

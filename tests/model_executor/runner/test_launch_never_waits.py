@@ -7,9 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from launches import counted_launches
 from meta_runner import NoWaiting, WaitingForTheDeviceError, every_kind_of_step, launch_all, make_meta_runner
 from toy_runner import TOY_QWEN
 
+from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.step import KVCopies
 
 
@@ -18,6 +20,19 @@ from tercet.model_executor.step import KVCopies
 def test_no_kind_of_step_waits(disable_cuda_graph, with_masks, monkeypatch):
     runner, accelerator = make_meta_runner(monkeypatch, TOY_QWEN, disable_cuda_graph=disable_cuda_graph)
     launch_all(runner, accelerator, with_masks=with_masks)
+    assert accelerator.num_replays == (0 if disable_cuda_graph else 3)
+
+
+@pytest.mark.parametrize("disable_cuda_graph", [False, True])
+def test_steps_with_adapters_do_not_wait(disable_cuda_graph, monkeypatch):
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
+    with counted_launches() as counted:  # no kernel runs
+        runner, accelerator = make_meta_runner(
+            monkeypatch, TOY_QWEN, attention_backend="triton", lora=LoraSize(2, 4),
+            disable_cuda_graph=disable_cuda_graph,
+        )  # fmt: skip
+        launch_all(runner, accelerator, with_masks=False)
+    assert counted.names.count("_expand_kernel") > 4 * TOY_QWEN.num_layers
     assert accelerator.num_replays == (0 if disable_cuda_graph else 3)
 
 

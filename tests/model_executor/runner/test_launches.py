@@ -11,6 +11,7 @@ from launches import counted_launches
 from meta_runner import make_meta_runner
 from toy_runner import TOY
 
+from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.step import ForwardMode, NewRow, StepInputs
 from tercet.srt.sampling_params import SamplingParams
 
@@ -27,7 +28,9 @@ def gpus_do_not_pack(monkeypatch):
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
 
 
-def decode_launches(monkeypatch, num_layers: int, batch_size: int, *, fused: bool, **changes) -> Counter[str]:
+def decode_launches(
+    monkeypatch, num_layers: int, batch_size: int, *, fused: bool = False, lora: LoraSize | None = None, **changes
+) -> Counter[str]:
     """What the second decode step of greedy requests queues. The first one sends their parameters, too."""
     changes = {"num_layers": num_layers, "head_dim": 16, "sliding_windows": (None,) * num_layers} | changes
     config = dataclasses.replace(TOY, **changes)
@@ -37,7 +40,7 @@ def decode_launches(monkeypatch, num_layers: int, batch_size: int, *, fused: boo
     with counted_launches():
         runner, _ = make_meta_runner(
             monkeypatch, config, attention=None, attention_backend="triton", disable_cuda_graph=True,
-            max_running_requests=40, fuse_small_steps=fused,
+            max_running_requests=40, fuse_small_steps=fused, lora=lora,
         )  # fmt: skip
         runner.launch(StepInputs(ForwardMode.DECODE, rows, rows + 40, rows, new)).sample()
     with counted_launches() as counted:
@@ -78,3 +81,12 @@ def test_a_norm_of_an_output_also_sums(fused: bool, monkeypatch: pytest.MonkeyPa
         assert outputs.total() == usual.total()
     rows = of_a_layer(qk_norm="rows")
     assert rows["_qk_rmsnorm_kernel"] == 1 and rows.total() == usual.total() + 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 9])
+def test_adapters_add_two_launches_to_each_linear_layer(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [decode_launches(monkeypatch, n, batch_size) for n in (2, 3)]
+    adapted = [decode_launches(monkeypatch, n, batch_size, lora=LoraSize(3, 8)) for n in (2, 3)]
+    added = [with_adapters - without for with_adapters, without in zip(adapted, plain, strict=True)]
+    assert added[1] - added[0] == Counter({"_shrink_kernel": 4, "_expand_kernel": 4})
+    assert sum((added[0] - Counter({"_shrink_kernel": 8, "_expand_kernel": 8})).values()) == 1, "each row's adapter"

@@ -30,7 +30,7 @@ def kind(step: StepInputs) -> tuple[bool, bool]:
 def test_each_kind_of_step_is_rehearsed(
     num_rows: int, context_len: int, max_prefill_tokens: int, tile_tokens: int
 ) -> None:
-    steps = warmup_steps(num_rows, context_len, max_prefill_tokens, tile_tokens)
+    steps = warmup_steps(num_rows, context_len, max_prefill_tokens, [tile_tokens])
     shortest = [min(length, context_len) for length in (1, 2)]
 
     largest, scored, *rest = steps
