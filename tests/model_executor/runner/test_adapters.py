@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,9 @@ from tiny_models import CONFIGS, make_model, reference_logits, save
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.layers.lora_layers import LoraSize
+from tercet.model_executor.step import HiddenRange, HiddenSum, PromptScore
 from tercet.model_executor.weights.lora_checkpoint import lora_shapes
+from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,6 +67,44 @@ def test_logits_are_those_of_merged_weights(name, backend, tmp_path):
     check([1, 5, 2])
     driver.decode([3, 5, 1, 2, 4], [int(ids[row][driver.lens[row]]) for row in (3, 5, 1, 2, 4)])
     check([3, 5, 1, 2, 4])
+
+
+def test_hidden_states_and_scores_of_prompts_are_those_of_merged_weights(tmp_path):
+    model = make_model("qwen3")
+    driver = make_driver(save(model, tmp_path / "model"))
+    driver.runner.load_adapter(2, save_adapter(tmp_path / "adapter", model))
+    expected = make_driver(save(merged(model, tmp_path / "adapter"), tmp_path / "merged"), lora=None)
+    ids = np.random.default_rng(1).integers(0, 131, 12).astype(np.int32)
+
+    def run(driver, adapters):
+        outputs, run_step = [], driver._run
+
+        def with_extras(step):
+            step.hidden_states = [HiddenRange(1, 4), HiddenRange(8, 4)]
+            step.hidden_sums = [HiddenSum(3, 6)]
+            step.prompt_scores = [PromptScore(1, 2, ids[3:6])]
+            launched = driver.runner.launch(step)
+            launched.sample()
+            outputs.append(launched.wait())
+
+        driver._run = with_extras
+        new = [driver.add(row, adapter=adapters[row]) for row in (1, 2)]
+        new = [replace(new_row, logprobs=LogprobOptions()) for new_row in new]
+        driver.extend({1: ids[:8], 2: ids[8:]}, new_rows=new)
+        driver._run = run_step
+        return outputs[0]
+
+    found, wanted = run(driver, {1: 2, 2: 2}), run(expected, {1: 0, 2: 0})
+    for pair in zip(found.hidden_states, wanted.hidden_states, strict=True):
+        assert relative_error(*map(torch.from_numpy, pair)) < 1e-4
+    sums = [torch.from_numpy(output.hidden_sums[0]) for output in (found, wanted)]
+    assert relative_error(*sums) < 1e-4
+    scores = [
+        torch.from_numpy(np.frombuffer(output.prompt_logprobs[0].own, np.float32).copy()) for output in (found, wanted)
+    ]
+    assert relative_error(*scores) < 1e-4
+    plain = run(make_driver(tmp_path / "model", lora=None), {1: 0, 2: 0})
+    assert relative_error(torch.from_numpy(plain.hidden_states[1]), torch.from_numpy(found.hidden_states[1])) > 0.01
 
 
 @pytest.mark.parametrize(
