@@ -95,6 +95,8 @@ def _modules(parameter: Parameter) -> Iterator[tuple[str, _Module]]:
 class _Pair(NamedTuple):
     """The matrices of a module: A [rank, in] and B [out, rank], float32."""
 
+    name: str
+    """of the module in the model that was adapted, which the config means"""
     a: torch.Tensor
     b: torch.Tensor
 
@@ -103,6 +105,7 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module]) -> di
     """The matrices of each module, by its name in a checkpoint."""
     file = _open(path)
     sides: dict[str, dict[str, torch.Tensor]] = {}
+    adapted_names: dict[str, str] = {}
     for name in file:
         match = _NAME.fullmatch(name)
         if match is None:
@@ -113,8 +116,9 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module]) -> di
                 f"{file.path!r}: tensor {name!r} is not supported: an adapter can change only the projections of "
                 "attention and of dense feed-forward layers"
             )
-        if not lora.targets(module):
+        if not lora.targets(match["module"]):
             raise ValueError(f"{file.path!r}: tensor {name!r} is of a module that target_modules does not name")
+        adapted_names[module] = match["module"]
         of_module = sides.setdefault(module, {})
         if match["side"] in of_module:
             raise ValueError(f"{file.path!r}: {module} has two matrices {match['side']}")
@@ -128,8 +132,8 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module]) -> di
     for module, found in sides.items():
         if len(found) == 1:
             raise ValueError(f"{file.path!r}: {module} has no matrix {'B' if 'A' in found else 'A'}")
-        pairs[module] = _Pair(found["A"], found["B"])
-        _check_shapes(file.path, module, pairs[module], modules[module], lora.rank_of(module))
+        pairs[module] = _Pair(adapted_names[module], found["A"], found["B"])
+        _check_shapes(file.path, pairs[module], modules[module], lora)
     return pairs
 
 
@@ -163,15 +167,15 @@ def _checked(file: SafetensorsFile, name: str) -> torch.Tensor:
     return tensor
 
 
-def _check_shapes(path: str, name: str, pair: _Pair, module: _Module, rank: int) -> None:
-    rows = sum(part.shape[0] for part in module.parts)
+def _check_shapes(path: str, pair: _Pair, module: _Module, lora: LoraConfig) -> None:
+    rows, rank = sum(part.shape[0] for part in module.parts), lora.rank_of(pair.name)
     for side, tensor, wanted in (
         ("A", pair.a, (rank, module.parameter.shape[1])),
         ("B", pair.b, (rows, rank)),
     ):
         if tuple(tensor.shape) != wanted:
             raise ValueError(
-                f"{path!r}: matrix {side} of {name} has shape {tuple(tensor.shape)}, but the model and the config "
+                f"{path!r}: matrix {side} of {pair.name} has shape {tuple(tensor.shape)}, but the model and the config "
                 f"imply {wanted}"
             )
 
@@ -187,7 +191,7 @@ def _stacked(parameter: Parameter, pairs: Mapping[str, _Pair], lora: LoraConfig)
         if name in pairs:
             pair = pairs[name]
             a[module.place, : len(pair.a)] = pair.a
-            rows[:, : len(pair.a)] = pair.b * lora.scale_of(name)
+            rows[:, : len(pair.a)] = pair.b * lora.scale_of(pair.name)
         b += _in_order(rows, module.parts)
     return LoraWeight(a, torch.cat(b))
 

@@ -42,7 +42,7 @@ _MAX_PATTERN_CHARS = 300
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The config of an adapter. Modules have their Hugging Face names, such as `model.layers.0.self_attn.q_proj`."""
+    """The config of an adapter. Modules have the names of the adapted model, as `model.layers.0.self_attn.q_proj`."""
 
     rank: int
     """the largest one"""

@@ -91,6 +91,25 @@ def test_names(change, config, tensors, tmp_path):
     assert found.fingerprint == expected.fingerprint and found.weights.keys() == expected.weights.keys()
 
 
+@pytest.mark.parametrize("prefix", ["model.layers", "layers", "model.language_model.layers"])
+def test_the_config_means_the_names_of_the_adapted_model(prefix, model, config, tmp_path):
+    modules = modules_of(model, ("q_proj",))
+    ranks = {name: 2 if ".1." in name else 4 for name in modules}
+    tensors = make_tensors(modules, ranks)
+    path = save_tensors(
+        tmp_path,
+        renamed(tensors, lambda name: name.replace("model.model.layers", f"model.{prefix}")),
+        target_modules=[f"{prefix}.{layer}.self_attn.q_proj" for layer in range(3)],
+        rank_pattern={rf"^{prefix}\.1\..*": 2},
+        alpha_pattern={f"^{prefix}.2.self_attn.q_proj": 12},
+    )
+    weights = read_adapter(path, config, 4).weights
+    for layer, scale in enumerate((1.5, 3, 3)):
+        expected = delta(tensors, f"model.layers.{layer}.self_attn.q_proj", scale)
+        found = dense(weights[f"layers.{layer}.qkv_proj.weight"], (64, 32, 32))[:64]
+        assert (found - expected).abs().max() < 1e-5
+
+
 def test_the_fingerprint_is_that_of_what_is_computed(model, config, tensors, tmp_path):
     def fingerprint(name, values=tensors, **changes):
         return read_adapter(save_tensors(tmp_path / name, values, **changes), config, 4).fingerprint
