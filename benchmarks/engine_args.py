@@ -12,6 +12,7 @@ import argparse
 from ..srt import command_line as settings
 from ..srt.engine_settings import http_settings
 from ..srt.model_files.default_model import default_model_settings
+from ..srt.model_files.lora_limits import with_lora_limits
 from ..srt.server_args import ServerArgs
 from .presets import DEFAULT_PRESET, model_path
 
@@ -36,7 +37,8 @@ def engine_args(
             if path.endswith(".json"):
                 defaults.setdefault("load_format", getattr(namespace, "load_format", "dummy"))
         given = argparse.Namespace(**{**vars(namespace), **_missing(namespace, defaults)})
-        return settings.from_namespace(given, _default_shape if needs_only_shape else default_model_settings)
+        args = settings.from_namespace(given, _default_shape if needs_only_shape else default_model_settings)
+        return with_lora_limits(args)
     except ValueError as error:
         parser.error(str(error))
 

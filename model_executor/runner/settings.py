@@ -207,6 +207,8 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         fuse_small_steps=server_args.fuse_small_steps,
         dependent_launch=server_args.dependent_launch,
         hopper_prefill=server_args.hopper_prefill,
+        # `with_lora_limits` has set both.
+        lora=LoraSize(server_args.max_loras or 0, server_args.max_lora_rank or 0) if server_args.enable_lora else None,
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
