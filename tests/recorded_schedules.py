@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
 from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import LaunchedStep, StepInputs
+from tercet.srt.adapters import AdapterRef
 from tercet.srt.io_struct import AbortReq, FlushCacheReq, GenerateReq, RetainReq, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -134,7 +135,7 @@ class Recorded:
         self.recorder.close()
 
 
-def workload(seed: int, rate: float = 0.35) -> Callable[[int], list[object]]:
+def workload(seed: int, rate: float = 0.35, adapters: Sequence[AdapterRef] = ()) -> Callable[[int], list[object]]:
     """Random requests with shared prefixes, aborts and flushes, and turns without any."""
     rng = random.Random(seed)
     shared = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
@@ -153,7 +154,11 @@ def workload(seed: int, rate: float = 0.35) -> Callable[[int], list[object]]:
             )
             salt = rng.choice(["", "", "a"])
             options = RequestOptions(
-                sampling=sampling, cache_salt=salt, priority=rng.randrange(3), stream=rng.random() < 0.5
+                sampling=sampling,
+                cache_salt=salt,
+                adapter=rng.choice([None, *adapters]) if adapters else None,
+                priority=rng.randrange(3),
+                stream=rng.random() < 0.5,
             )
             found.append(GenerateReq(names[-1], pack_ids(prompt), options))
         if names and rng.random() < 0.05:

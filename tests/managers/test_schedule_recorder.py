@@ -122,6 +122,18 @@ def test_a_replay_decides_as_recorded(
     assert not recorded.recorder._live, "requests that have ended are forgotten"
 
 
+def test_a_replay_keeps_the_adapters(tmp_path: Path) -> None:
+    """It has none of their files. Only requests of the same adapter share prefixes."""
+    path = tmp_path / "record"
+    recorded = Recorded(path, 1, lora_paths=["a=/adapters/1", "b=/adapters/2"], max_loras=2, max_lora_rank=8)
+    adapters = [facts.ref for facts in recorded.scheduler.adapters.facts]
+    recorded.run(workload(6, adapters=adapters), num_turns=60)
+    assert {new.adapter for step in recorded.runner.steps for new in step.new_rows} == {0, 1, 2}
+    found = replayed(path)
+    assert found.difference is None and found.num_equal == found.num_recorded > 0
+    assert {one.options.adapter for one in Recording(path).records() if isinstance(one, Arrival)} == {None, *adapters}
+
+
 def test_a_replay_empties_the_cache_when_somebody_did(tmp_path: Path) -> None:
     options = RequestOptions(sampling=SamplingParams(max_new_tokens=2, sampling_seed=1))
     messages: dict[int, list[object]] = {
