@@ -9,9 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from ..io_struct import FinishReason
 from .openai.protocol import CachedTokensDetails, StreamOptions
-from .wire import Int32, Int64, Wire, doc, only
-
-_NO_MULTIMODAL = "prompts and answers are text only"
+from .wire import TEXT_ONLY, Int32, Int64, Wire, doc, only
 
 
 class NativeSampling(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -153,10 +151,10 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     is_embedding: Annotated[Any, only("/v1/embeddings returns embeddings", False)] = None
     return_routed_experts: Annotated[Any, only("returning routed experts is not implemented", False)] = None
     input_embeds: Annotated[Any, only("a prompt is text or token ids")] = None
-    image_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
-    audio_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
-    video_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
-    modalities: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
+    image_data: Annotated[Any, only(TEXT_ONLY, [])] = None
+    audio_data: Annotated[Any, only(TEXT_ONLY, [])] = None
+    video_data: Annotated[Any, only(TEXT_ONLY, [])] = None
+    modalities: Annotated[Any, only(TEXT_ONLY, [])] = None
     session_params: Annotated[Any, only("sessions are not supported")] = None
     custom_logit_processor: Annotated[Any, only("custom logit processors are not supported")] = None
 

@@ -27,6 +27,9 @@ T = TypeVar("T")
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
+TEXT_ONLY = "prompts and answers are text only"
+"""Why fields of images, audio and video are refused."""
+
 _SHOWN_CHARS = 80
 _MESSAGE_CHARS = 300
 _PATH = re.compile(r" - at `\$\.?([^`]*)`\Z")

@@ -7,15 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..wire import Int32, Int64, Wire, doc, only
+from ..wire import TEXT_ONLY, Int32, Int64, Wire, doc, only
 from .logprobs import ChatLogprobs
 from .protocol import Extension, OpenAIBody, Usage
 from .tool_protocol import CacheBreakpoint, CacheControl, GivenToolCall, Tool, ToolCall, ToolCallDelta, ToolChoice
 
 _NO_FUNCTIONS = "it is the older form of tools"
-
-
-_NO_MULTIMODAL = "prompts and answers are text only"
 
 
 _NO_STORE = "answers are not stored"
@@ -32,11 +29,11 @@ class TextPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     type: Annotated[str, doc('`"text"`; other kinds of content are refused')]
     text: Annotated[str | None, doc("The text")] = None
-    image_url: Annotated[Any, only(_NO_MULTIMODAL)] = None
-    video_url: Annotated[Any, only(_NO_MULTIMODAL)] = None
-    audio_url: Annotated[Any, only(_NO_MULTIMODAL)] = None
-    input_audio: Annotated[Any, only(_NO_MULTIMODAL)] = None
-    file: Annotated[Any, only(_NO_MULTIMODAL)] = None
+    image_url: Annotated[Any, only(TEXT_ONLY)] = None
+    video_url: Annotated[Any, only(TEXT_ONLY)] = None
+    audio_url: Annotated[Any, only(TEXT_ONLY)] = None
+    input_audio: Annotated[Any, only(TEXT_ONLY)] = None
+    file: Annotated[Any, only(TEXT_ONLY)] = None
     refusal: Annotated[Any, only("a refusal is ordinary text in content")] = None
     cache_control: CacheControl = None
     prompt_cache_breakpoint: CacheBreakpoint = None
@@ -65,7 +62,7 @@ class Message(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = None
     function_call: Annotated[Any, only(_NO_FUNCTIONS)] = None
     refusal: Annotated[Any, only("a refusal is ordinary text in content")] = None
-    audio: Annotated[Any, only(_NO_MULTIMODAL)] = None
+    audio: Annotated[Any, only(TEXT_ONLY)] = None
     annotations: Annotated[Any, only("annotations are not supported", [])] = None
     provider_specific_fields: Annotated[
         Any, only("fields of other providers are not supported", {}, {"refusal": None})
@@ -122,8 +119,8 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
     functions: Annotated[Any, only(_NO_FUNCTIONS, [])] = None
     function_call: Annotated[Any, only(_NO_FUNCTIONS, "none", "auto")] = None
     store: Annotated[Any, only(_NO_STORE, False)] = None
-    modalities: Annotated[Any, only(_NO_MULTIMODAL, ["text"])] = None
-    audio: Annotated[Any, only(_NO_MULTIMODAL)] = None
+    modalities: Annotated[Any, only(TEXT_ONLY, ["text"])] = None
+    audio: Annotated[Any, only(TEXT_ONLY)] = None
     prediction: Annotated[Any, only("predicted outputs are not supported")] = None
     reasoning_effort: Annotated[
         str | None, doc("Passed to the chat template as the variable `reasoning_effort`; the model defines its values")

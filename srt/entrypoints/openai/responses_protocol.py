@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from ..wire import Int64, Wire, doc, only
+from ..wire import TEXT_ONLY, Int64, Wire, doc, only
 from .protocol import CacheSalt, LoraPath, Priority, RetentionSeconds, RunningTimeout, SessionId, User, WaitingTimeout
 from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check_choice_fields
 
 _NOT_STORED = "answers are not stored"
-_NO_MULTIMODAL = "prompts and answers are text only"
 _NO_SUMMARY = "reasoning is sent as text, without a summary; `auto` leaves the choice to the server"
 _NOT_INCLUDED = (
     "no further contents are available; reasoning needs no encryption, because it is sent, and taken back, as text"
@@ -189,6 +188,6 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     prompt_cache_options: Annotated[Any, only("a prefix stays cached until its memory is needed")] = None
     context_management: Annotated[Any, only("the server does not shorten conversations", [])] = None
     moderation: Annotated[Any, only("moderation is not supported")] = None
-    image: Annotated[Any, only(_NO_MULTIMODAL)] = None
+    image: Annotated[Any, only(TEXT_ONLY)] = None
     access_programs: Annotated[Any, only("access programs are not supported")] = None
-    modalities: Annotated[Any, only(_NO_MULTIMODAL, ["text"])] = None
+    modalities: Annotated[Any, only(TEXT_ONLY, ["text"])] = None
