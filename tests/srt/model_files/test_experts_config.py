@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from gguf_models import write_gguf
+from hf_configs import assert_equals_transformers
 from tiny_models import CONFIGS, make_model
 from transformers import AutoConfig
 
@@ -85,7 +86,7 @@ def test_defaults_of_experts_are_those_of_transformers(model_type, load):
         gate=ClampedGate(theirs.swiglu_alpha, theirs.swiglu_limit) if model_type == "gpt_oss" else None,
         has_biases=model_type == "gpt_oss",
     )
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"] and config.rms_norm_eps == theirs.rms_norm_eps
+    assert_equals_transformers(config, theirs)
 
 
 @pytest.mark.parametrize(

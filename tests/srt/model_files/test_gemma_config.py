@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gguf_models import write_gguf
+from hf_configs import assert_equals_transformers
 from tiny_models import CONFIGS, make_model
 from transformers import Gemma3Config, Gemma3TextConfig
 
@@ -100,21 +101,14 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
     source.architectures = [kind]
     source.save_pretrained(tmp_path)
     config, text = load_model_config(tmp_path), source.get_text_config()
+    assert_equals_transformers(config, text)
     assert config.attention_scale == text.query_pre_attn_scalar**-0.5
-    assert config.sliding_windows == tuple(7 if kind == "sliding_attention" else None for kind in text.layer_types)
-    thetas = [text.rope_parameters[kind]["rope_theta"] for kind in text.layer_types]
-    assert [rope.theta for rope in config.ropes] == thetas
-    assert config.qkv_bias == config.o_bias == text.attention_bias
-    assert config.tie_word_embeddings == source.tie_word_embeddings
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     source, config = Gemma3TextConfig(), load(tmp_path, {"model_type": "gemma3_text"})
-    same = "hidden_size", "intermediate_size", "vocab_size", "head_dim", "rms_norm_eps", "tie_word_embeddings"
-    assert all(getattr(config, name) == getattr(source, name) for name in same)
-    assert (config.num_layers, config.num_heads) == (source.num_hidden_layers, source.num_attention_heads)
-    assert config.num_kv_heads == source.num_key_value_heads and config.context_len == source.max_position_embeddings
-    assert config.sliding_windows[:6] == (source.sliding_window,) * 5 + (None,)
+    assert_equals_transformers(config, source)
+    assert config.context_len == source.max_position_embeddings
     assert {rope.theta for rope in config.ropes} == {1e4, 1e6} and config.hidden_act == "gelu_tanh"
     assert load(tmp_path, {"model_type": "gemma3", "text_config": {}}).tie_word_embeddings
     assert Gemma3Config().text_config.to_dict().items() >= {"eos_token_id": 1, "bos_token_id": 2}.items()

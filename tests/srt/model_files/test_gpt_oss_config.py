@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_configs import assert_equals_transformers
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
@@ -66,12 +67,7 @@ def test_the_published_model(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
-    config, theirs = load(tmp_path, BARE), AutoConfig.for_model(**BARE)
-    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
-    assert config.sliding_windows == tuple(windows)
-    assert (config.num_kv_heads, config.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
-    assert config.qkv_bias == config.o_bias == theirs.attention_bias
-    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert_equals_transformers(load(tmp_path, BARE), AutoConfig.for_model(**BARE))
 
 
 @pytest.mark.parametrize(
