@@ -147,8 +147,15 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         keys.setdefault(
             "attention.sliding_window_pattern", [kind == "sliding_attention" for kind in config.layer_types]
         )
+    if arch == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     for key, value in keys.items():
-        add = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}.get(type(value))
+        add = {list: writer.add_array, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}.get(
+            type(value)
+        )
         if add is not None:
             add(f"{arch}.{key}", value)
     if hasattr(config, "moe_intermediate_size"):
@@ -179,9 +186,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for name, array in with_stacked_experts(tensors, arch).items():
-        if arch in ("llama", "smollm3") and "q_proj" in name:
+        if arch in ("llama", "smollm3", "granite") and "q_proj" in name:
             array = interleave_halves(array, config.num_attention_heads)
-        if arch in ("llama", "smollm3") and "k_proj" in name:
+        if arch in ("llama", "smollm3", "granite") and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
         is_plain = array.ndim == 1 or name.endswith(("mlp.gate.weight", "mlp.router.weight", ".bias"))
         used = Kind.F32 if is_plain else (kinds or {}).get(name, kind)

@@ -8,6 +8,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -52,6 +53,9 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
 }
 GEMMA = BASE | {"head_dim": 24, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+GRANITE = BASE | {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0,
+}  # fmt: skip
 TINY_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -125,6 +129,8 @@ CONFIGS = {
         attention_bias=True,
         rope_parameters={"full_attention": SMALL_THETA, "sliding_attention": SMALL_THETA | {"rope_theta": 100.0}},
     ),
+    "granite": lambda: GraniteConfig(**GRANITE, tie_word_embeddings=True),
+    "granite_biases": lambda: GraniteConfig(**GRANITE | {"logits_scaling": 8.0}, attention_bias=True, mlp_bias=True),
     "gemma3": lambda: Gemma3TextConfig(**GEMMA),
     "gemma3_default": lambda: Gemma3TextConfig(
         **BASE | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},

@@ -369,6 +369,14 @@ inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, con
   return out;
 }
 
+inline void scale_rows_op(const Tensor& x, double factor) {
+  const int64_t n = x.size(1);
+  check(x, "x", x.scalar_type(), {x.size(0), n});
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    run_or_record(x.size(0), [=, x = x.data_ptr<scalar_t>()](int64_t rows) { scale_rows(x, factor, rows, n); });
+  });
+}
+
 inline void add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
   const int64_t rows = x.size(0), n = x.size(1);
   check(x, "x", x.scalar_type(), {rows, n});

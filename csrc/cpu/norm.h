@@ -60,6 +60,15 @@ void rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t 
   });
 }
 
+/// x *= factor. x is [rows, n].
+template <typename T>
+void scale_rows(T* x, float factor, int64_t rows, int64_t n) {
+  for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
+    const int64_t stop = end * n;
+    for (int64_t i = first * n; i < stop; i += kPanel) store_pair(x + i, load_pair(x + i, stop - i) * Vec(factor), stop - i);
+  });
+}
+
 /// residual += norm(x) * weight, rounded once. x and the residual are [rows, n].
 template <typename T>
 void add_rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t rows, int64_t n) {

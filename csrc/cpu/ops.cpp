@@ -72,6 +72,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, int bits) -> Tensor",
       &quantized_experts_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
+  m.def("scale_rows(Tensor(a!) x, float factor) -> ()", &scale_rows_op);
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> ()", &add_rms_norm_op);
   m.def(
       "rotate_and_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, "

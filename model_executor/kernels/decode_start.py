@@ -1,7 +1,7 @@
 """The start of a decode step in one kernel: all that lies between the inputs of the step and its first layer.
 
 A program serves one request. It writes the slot of the new token into the table of slots, and copies the row of the
-embedding and the row of the cosines and sines.
+embedding, times a factor, and the row of the cosines and sines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Started(NamedTuple):
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "slots_ptr"])
 def _decode_start_kernel(
     rows_ptr, seq_lens_ptr, slots_ptr, newest_ptr, table_ptr, embedding_ptr, angles_ptr, ids_ptr, positions_ptr, x_ptr,
-    out_angles_ptr, stride_table, HIDDEN: tl.constexpr, NUM_ANGLES: tl.constexpr, BLOCK_X: tl.constexpr,
+    out_angles_ptr, stride_table, scale, HIDDEN: tl.constexpr, NUM_ANGLES: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_ANGLES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -46,6 +46,7 @@ def _decode_start_kernel(
     tl.store(positions_ptr + request, position)
     i = tl.arange(0, BLOCK_X)
     x = tl.load(embedding_ptr + token * HIDDEN + i, mask=i < HIDDEN)
+    x = (x.to(tl.float32) * scale).to(x_ptr.dtype.element_ty)  # a scale of 1 changes no bit
     tl.store(x_ptr + request * HIDDEN + i, x, mask=i < HIDDEN)
     i = tl.arange(0, BLOCK_ANGLES)
     angles = tl.load(angles_ptr + position * NUM_ANGLES + i, mask=i < NUM_ANGLES)
@@ -60,6 +61,7 @@ def decode_start(
     req_to_token: torch.Tensor,
     embedding: torch.Tensor,
     angles: torch.Tensor,
+    scale: float = 1.0,
 ) -> Started:
     """Look up what the layers of a decode step need, and write the slots into the table.
 
@@ -70,6 +72,7 @@ def decode_start(
         embedding: [vocab, hidden], contiguous
         angles: float32 [context_len, 2 * n, head_dim / 2], contiguous: cosines and sines of each position, for each of
             n rotary embeddings
+        scale: what the embedding's rows are multiplied by
     """
     batch, hidden, num_angles = len(rows), embedding.shape[1], angles.shape[1] * angles.shape[2]
     assert rows.shape == seq_lens.shape == slots.shape == (batch,)
@@ -85,7 +88,7 @@ def decode_start(
     if batch:
         _decode_start_kernel[(batch,)](
             rows, seq_lens, slots, newest_tokens, req_to_token, embedding, angles, ids, positions, x, own_angles,
-            req_to_token.stride(0), HIDDEN=hidden, NUM_ANGLES=num_angles, BLOCK_X=block,
+            req_to_token.stride(0), scale, HIDDEN=hidden, NUM_ANGLES=num_angles, BLOCK_X=block,
             BLOCK_ANGLES=next_power_of_2(num_angles), num_warps=row_warps(block),
         )  # fmt: skip
     return Started(ids, positions, x, own_angles)
@@ -99,9 +102,10 @@ def decode_start_ref(
     req_to_token: torch.Tensor,
     embedding: torch.Tensor,
     angles: torch.Tensor,
+    scale: float = 1.0,
 ) -> Started:
     """`decode_start` in plain torch."""
     positions = seq_lens - 1
     req_to_token[rows, positions] = slots.int()
     ids = newest_tokens[rows]
-    return Started(ids, positions, embedding[ids], angles[positions])
+    return Started(ids, positions, embedding[ids] * scale, angles[positions])

@@ -16,7 +16,7 @@ from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
-from .embedding import Embedding
+from .embedding import Embedding, ScaledEmbedding
 from .experts import ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, GatedSteps, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
@@ -164,6 +164,15 @@ class CpuEmbedding(Embedding):
         return _ops.plain_embedding(ids, self.weight, self._dtype)
 
 
+class CpuScaledEmbedding(ScaledEmbedding):
+    """`ScaledEmbedding` that may be part of a recorded step."""
+
+    def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        x = self.embedding(ids, batch)
+        _ops.scale_rows(x, self.factor)
+        return x
+
+
 def embedding_of(weight: Weight, dtype: torch.dtype) -> Layer:
     """The embedding with a weight of its own. `dtype`: type of the vectors."""
     return CpuEmbedding(weight, dtype) if isinstance(weight, torch.Tensor) else QuantizedEmbedding(pack(weight), dtype)
@@ -240,6 +249,9 @@ class CpuLayers(TorchLayers):
 
     def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return _ops.select_rows(x, indices)
+
+    def scaled_embedding(self, embedding: Layer, factor: float) -> Layer:
+        return CpuScaledEmbedding(embedding, factor)
 
 
 class CpuFloatLayers(CpuLayers):

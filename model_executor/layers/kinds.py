@@ -19,7 +19,7 @@ from ..forward_batch import ForwardBatch
 from .activation import gated_activation
 from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
-from .embedding import Embedding
+from .embedding import Embedding, ScaledEmbedding
 from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
@@ -105,6 +105,9 @@ class LayerKinds(Protocol):
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         """Make the embedding of a model whose output head has the same weight."""
 
+    def scaled_embedding(self, embedding: Layer, factor: float) -> Layer:
+        """Make an embedding that multiplies the vectors of `embedding`, made by this factory."""
+
     def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
         """Make the start of decode steps. `embedding`, `rotary`: made by this factory."""
 
@@ -169,6 +172,9 @@ class TorchLayers:
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         return Embedding(weight)
+
+    def scaled_embedding(self, embedding: Layer, factor: float) -> Layer:
+        return ScaledEmbedding(embedding, factor)
 
     def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
         return TorchStart(embedding, rotary)

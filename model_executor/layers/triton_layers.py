@@ -20,7 +20,7 @@ from ..kernels.rmsnorm import add_rmsnorm, qk_rmsnorm, rmsnorm
 from ..kernels.rotary import rotary
 from .attention import QKNorm
 from .decode_start import DecodeStart, StartDecode
-from .embedding import Embedding
+from .embedding import Embedding, ScaledEmbedding
 from .experts import ExpertWeights, RouterWeights
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
 from .fp8_weight import Fp8Weight
@@ -70,8 +70,10 @@ def _rotations(angles: torch.Tensor) -> list[CosSin]:
 class TritonStart:
     """The StartDecode that is one kernel."""
 
-    def __init__(self, embedding: Embedding, rotary: RotaryTable) -> None:
+    def __init__(self, embedding: Embedding, rotary: RotaryTable, scale: float) -> None:
+        """`scale`: what the vectors of the embedding are multiplied by."""
         self._tables = embedding.weight, rotary.table
+        self._scale = scale
 
     def __call__(
         self,
@@ -81,7 +83,9 @@ class TritonStart:
         newest_tokens: torch.Tensor,
         req_to_token: torch.Tensor,
     ) -> DecodeStart:
-        ids, positions, x, angles = decode_start(rows, seq_lens, slots, newest_tokens, req_to_token, *self._tables)
+        ids, positions, x, angles = decode_start(
+            rows, seq_lens, slots, newest_tokens, req_to_token, *self._tables, self._scale
+        )
         return DecodeStart(ids, positions, x, _rotations(angles))
 
 
@@ -166,5 +170,9 @@ class TritonLayers(TorchLayers):
         return TritonExperts(router, experts, config)
 
     def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
+        scale = 1.0
+        if isinstance(embedding, ScaledEmbedding):
+            scale = embedding.factor
+            embedding = embedding.embedding
         assert isinstance(embedding, Embedding) and isinstance(rotary, RotaryTable)
-        return TritonStart(embedding, rotary)
+        return TritonStart(embedding, rotary, scale)

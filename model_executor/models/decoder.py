@@ -1,10 +1,15 @@
-"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3, OLMo 2, OLMo 3 and
-GPT-OSS.
+"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3, OLMo 2, OLMo 3, Granite 3, GPT-OSS.
 
-Their differences are fields of ModelConfig. One of them needs no operation: Gemma multiplies embeddings by a constant.
-Here the residual stream is divided by it instead, so the embeddings stay as they are. What is added to the residual
-comes from norms, whose weights are divided by the constant when they are read (parameters.py). A norm of the residual
-does not depend on its scale, if its epsilon is divided by the square of the constant.
+Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
+divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
+constant.
+
+- Gemma multiplies embeddings. The stream is divided by the same factor, so the embeddings stay as they are. What is
+  added to the stream comes from norms, whose weights are divided when they are read (parameters.py).
+- Granite multiplies embeddings, and what is added to the residual. The stream is divided by the second factor, so only
+  the embeddings are multiplied, by the quotient of both.
+- Granite divides logits. The weights of the last norm, in float32, are divided instead. Hidden states that a request
+  asks for are multiplied again.
 """
 
 from __future__ import annotations
@@ -170,6 +175,8 @@ class Decoder:
         else:
             self.lm_head = layers.head(params["lm_head.weight"])
             self.embed_tokens = layers.embedding(embedding)
+        if config.embedding_factor != 1:
+            self.embed_tokens = layers.scaled_embedding(self.embed_tokens, config.embedding_factor)
         self.head = layers.output_head(self.norm, self.lm_head)
         self.start_decode = layers.start_decode(self.embed_tokens, self.rotary)
 

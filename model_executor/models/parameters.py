@@ -195,7 +195,7 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
             "post_attention_norm": norm._replace(name=before_feed_forward),
         }
     if config.output_norms:
-        output_norm = norm._replace(factor=1 / config.embedding_scale)
+        output_norm = norm._replace(factor=config.output_norm_factor)
         norms |= {
             "attention_output_norm": output_norm._replace(name="post_attention_layernorm"),
             "feed_forward_output_norm": output_norm._replace(name="post_feedforward_layernorm"),
@@ -229,7 +229,8 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
     for index in range(config.num_layers):
         parameters.extend(layer(index))
-    parameters.append(Parameter("norm.weight", (hidden,), (norm._replace(name=NORM),), Split.REPLICATED))
+    last_norm = norm._replace(name=NORM, factor=1 / config.logits_divisor)
+    parameters.append(Parameter("norm.weight", (hidden,), (last_norm,), Split.REPLICATED))
     if not config.tie_word_embeddings:
         parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
     return parameters

@@ -316,6 +316,8 @@ class ModelRunner:
         (ranks,) = self._uploads.send(ranks_host)
         of_each = self.model.head.normalise(self._stream(batch)).index_select(0, ranks)
         hidden, of_scored, of_pooled, of_shown = of_each.split(lens)
+        if (divisor := self.config.logits_divisor) != 1:  # the last norm has divided all of them (models/decoder.py)
+            of_pooled, of_shown = of_pooled * divisor, of_shown * divisor
         extras = StepExtras(
             self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.head.of_hidden) if scored else None,
             sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None,

@@ -43,6 +43,8 @@ def check_same_model(old: ModelConfig, new: ModelConfig) -> None:
     """Raises ValueError, with the names of the fields, if the new weights are of another model."""
     names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _MAY_DIFFER]
     different = [name for name in names if getattr(old, name) != getattr(new, name)]
+    if old.embedding_factor != new.embedding_factor:
+        different.append("embedding_scale")
     if different:
         name = different[0]
         more = f" (and {', '.join(different[1:])})" if different[1:] else ""

@@ -175,6 +175,8 @@ class Family:
     """the base of that embedding in a config that has none; None: that of the other layers"""
     scales_embeddings: bool = False
     """whether embeddings are multiplied by the square root of hidden_size"""
+    has_multipliers: bool = False
+    """whether a config has factors of embeddings, residuals, scores and logits (Granite)"""
     input_norms: bool = True
     """`ModelConfig.input_norms`"""
     output_norms: bool = False
@@ -316,6 +318,16 @@ FAMILIES: dict[str, Family] = {
         defaults=_OLMO2.defaults | {"sliding_window": 4096},
         gguf_window_period=4,
     ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        "decoder",
+        _no_window,
+        qkv_bias=None,
+        o_bias=None,
+        mlp_bias=None,
+        has_multipliers=True,
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
     "GptOssForCausalLM": Family(
@@ -350,6 +362,7 @@ GGUF_ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {

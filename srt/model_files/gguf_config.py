@@ -44,6 +44,8 @@ _GGUF_KEYS = (
     "expert_count", "expert_used_count", "expert_feed_forward_length", "pooling_type", "attention.sliding_window",
     "attention.sliding_window_pattern",
 )  # fmt: skip
+_GGUF_MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+"""More keys of a family with `has_multipliers`."""
 _GGUF_KEYS_FOR_IMAGES = ("vision.", "mm.")
 """What the keys begin with that describe the parts for images of a model that also takes them."""
 _GGUF_POOLINGS = (0, 3)
@@ -61,12 +63,13 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     if (parts := metadata.integer("split.count", 0, minimum=0)) > 1:
         raise metadata.unsupported(f"the file is one of {parts} split files; merge them first")
     prefix = f"{arch}."
+    keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if FAMILIES[GGUF_ARCHITECTURES[arch]].has_multipliers else ())
     for key in file.metadata:
         name = key.removeprefix(prefix)
-        if key.startswith(prefix) and name not in _GGUF_KEYS and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
+        if key.startswith(prefix) and name not in keys and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
             raise metadata.unsupported(f"metadata {key}={quote(file.metadata[key])} is not supported")
     config = Settings(
-        file.path, {key: file.metadata[prefix + key] for key in _GGUF_KEYS if prefix + key in file.metadata}, prefix
+        file.path, {key: file.metadata[prefix + key] for key in keys if prefix + key in file.metadata}, prefix
     )
     architecture = _architecture(config, arch)
     if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
@@ -107,6 +110,11 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     if family.has_query_scalar:
         # GGUF files have no key for the scale. As in llama.cpp, only Gemma 3 27B has another one.
         scale = (hidden_size // num_heads if num_layers == 62 else head_dim) ** -0.5
+    if family.has_multipliers:
+        scale = config.number("attention.scale", scale)
+        # As in llama.cpp, it says for these files whether there is a rotary embedding.
+        if not config.flag("rope.scaling.finetuned", True):
+            raise config.unsupported_value("rope.scaling.finetuned", "true", False)
     special = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture=architecture,
@@ -124,7 +132,9 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         hidden_act=ACTIVATIONS[str(family.defaults.get(family.activation_key, "silu"))],
         layer_ropes=ropes,
         attention_scale=scale,
-        embedding_scale=math.sqrt(hidden_size) if family.scales_embeddings else 1.0,
+        embedding_scale=math.sqrt(hidden_size) if family.scales_embeddings else config.number("embedding_scale", 1.0),
+        residual_scale=config.number("residual_scale", 1.0),
+        logits_divisor=config.number("logit_scale", 1.0),
         input_norms=family.input_norms,
         output_norms=family.output_norms,
         tie_word_embeddings="output.weight" not in tensors,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .families import FAMILIES, not_in_families
+from .families import FAMILIES, Family, not_in_families
 from .generation_defaults import HF_KEYS, read_generation_defaults
 from .model_config import ACTIVATIONS, MAX_LAYERS, Activation, ModelConfig
 from .quantization_config import read_quantization_config
@@ -70,7 +70,7 @@ def config_from_hf(
         ropes = layer_ropes(family, config, rope, num_layers)
     dtype = config.text("dtype") or config.text("torch_dtype")
     dtype = None if dtype is None else dtype.removeprefix("torch.")
-    query_scalar = config.optional_number("query_pre_attn_scalar") if family.has_query_scalar else None
+    multipliers = _multipliers(config, family, head_dim, dtype)
     bos_ids = config.token_ids("bos_token_id")
     if not bos_ids and config.get("bos_token_id") is not None:
         raise config.refusal("bos_token_id", "a token id, or null", [])
@@ -90,8 +90,10 @@ def config_from_hf(
         hidden_act=_activation(config, family.activation_key),
         rope=rope,
         layer_ropes=ropes,
-        attention_scale=head_dim**-0.5 if query_scalar is None else query_scalar**-0.5,
-        embedding_scale=_rounded(math.sqrt(hidden_size), dtype) if family.scales_embeddings else 1.0,
+        attention_scale=multipliers.attention,
+        embedding_scale=multipliers.embeddings,
+        residual_scale=multipliers.residual,
+        logits_divisor=multipliers.logits_divisor,
         input_norms=family.input_norms,
         output_norms=family.output_norms,
         norm_offset=family.norm_offset,
@@ -109,6 +111,24 @@ def config_from_hf(
         model_path=path,
         load_format=load_format,
     )
+
+
+class _Multipliers(NamedTuple):
+    """Factors of ModelConfig."""
+
+    attention: float
+    embeddings: float
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+
+
+def _multipliers(config: Settings, family: Family, head_dim: int, dtype: str | None) -> _Multipliers:
+    if family.has_multipliers:
+        keys = "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"
+        return _Multipliers(*(config.number(key, 1.0) for key in keys))
+    query_scalar = config.optional_number("query_pre_attn_scalar") if family.has_query_scalar else None
+    root = math.sqrt(config.integer("hidden_size"))
+    return _Multipliers((query_scalar or head_dim) ** -0.5, _rounded(root, dtype) if family.scales_embeddings else 1.0)
 
 
 def _text_config(config: Settings) -> Settings:

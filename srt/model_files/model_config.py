@@ -61,6 +61,10 @@ class ModelConfig:
     """factor of the dot product of a query and a key; 0 is replaced by 1 / sqrt(head_dim)"""
     embedding_scale: float = 1.0
     """factor of the embeddings, before the first layer"""
+    residual_scale: float = 1.0
+    """factor of the outputs of attention and feed-forward layers, before they are added to the residual"""
+    logits_divisor: float = 1.0
+    """what logits are divided by"""
     input_norms: bool = True
     """whether the residual is normalised before attention and feed-forward layers"""
     output_norms: bool = False
@@ -101,9 +105,9 @@ class ModelConfig:
             raise ValueError(f"{where}rms_norm_eps must be a finite number above 0, got {self.rms_norm_eps}")
         if not (self.input_norms or self.output_norms):
             raise ModelNotSupported(f"{where}layers without norms of their inputs and outputs are not supported")
-        if self.embedding_scale != 1 and not (self.input_norms and self.output_norms):
+        if self.stream_divisor != 1 and not self.input_norms:
             raise ModelNotSupported(
-                f"{where}scaled embeddings are not supported without norms of the layers' inputs and outputs"
+                f"{where}scaled embeddings or residuals are not supported without norms of the layers' inputs"
             )
         experts = self.experts
         if experts is not None and self.output_norms:
@@ -129,9 +133,24 @@ class ModelConfig:
             raise ValueError(f"{where}{len(self.ropes)} rotary embeddings given for {self.num_layers} layers")
 
     @property
+    def stream_divisor(self) -> float:
+        """What the residual stream is divided by (models/decoder.py)."""
+        return self.embedding_scale if self.output_norms else self.residual_scale
+
+    @property
     def residual_norm_eps(self) -> float:
-        """`rms_norm_eps` of a residual stream that is divided by `embedding_scale` (models/decoder.py)."""
-        return self.rms_norm_eps / self.embedding_scale**2
+        """`rms_norm_eps` of the divided residual stream."""
+        return self.rms_norm_eps / self.stream_divisor**2
+
+    @property
+    def embedding_factor(self) -> float:
+        """What the embeddings are multiplied by to begin the divided residual stream."""
+        return self.embedding_scale / self.stream_divisor
+
+    @property
+    def output_norm_factor(self) -> float:
+        """What the norms of outputs are multiplied by in the divided residual stream."""
+        return self.residual_scale / self.stream_divisor
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -108,6 +108,15 @@ def test_rms_norm(dtype, rows, n, summed, seed):
         assert torch.equal(residual, total)
 
 
+@settings(max_examples=40)
+@given(dtype=st.sampled_from(DTYPES), rows=st.integers(0, 90), n=st.integers(1, 700), seed=st.integers(0, 2**31))
+def test_scale_rows(dtype, rows, n, seed):
+    x = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    expected = (x.float() * 54.545454).to(dtype)
+    ops.scale_rows(x, 54.545454)
+    assert torch.equal(x, expected)
+
+
 @settings(max_examples=60)
 @given(dtype=st.sampled_from(DTYPES), rows=st.integers(0, 90), n=st.integers(1, 700), seed=st.integers(0, 2**31))
 def test_add_rms_norm(dtype, rows, n, seed):

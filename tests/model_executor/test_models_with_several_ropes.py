@@ -1,4 +1,4 @@
-"""Models with other norms, or other rotary embeddings in some layers: transformers' logits, and equal bits of steps."""
+"""Models with other norms, factors or rotary embeddings: transformers' logits, and equal bits of steps, on a CPU."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ SEVERAL_ROPES = replace(
 LIKE_GEMMA = replace(
     SEVERAL_ROPES, output_norms=True, norm_offset=1.0, embedding_scale=8.0, hidden_act="gelu_tanh", attention_scale=0.2
 )
+LIKE_GRANITE = replace(CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.1, logits_divisor=6.0)
 LIKE_OLMO = replace(CONFIG, input_norms=False, output_norms=True, qk_norm="rows")
 MODELS = [
     "smollm3",
@@ -54,7 +55,11 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tm
     assert_greedy_tokens_equal(driver, model, ids[:9])
 
 
-@pytest.mark.parametrize("config", [SEVERAL_ROPES, LIKE_GEMMA, LIKE_OLMO], ids=["ropes", "gemma", "olmo"])
+@pytest.mark.parametrize(
+    "config",
+    [SEVERAL_ROPES, LIKE_GEMMA, LIKE_OLMO, LIKE_GRANITE],
+    ids=["ropes", "gemma", "olmo", "granite"],
+)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
 def test_recorded_steps_have_the_bits_of_launched_ones(
     variant: tuple[str, str | None, int], config: ModelConfig

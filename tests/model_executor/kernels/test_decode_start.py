@@ -25,9 +25,9 @@ class Step:
         self.embedding = torch.randn((VOCAB, hidden), generator=g).to(dtype)
         self.angles = torch.randn((context, 2, head_dim // 2), generator=g)
 
-    def run(self, function) -> tuple[torch.Tensor, ...]:
+    def run(self, function, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
         table = self.table.clone()
-        return (*function(*self.inputs, self.newest, table, self.embedding, self.angles), table)
+        return (*function(*self.inputs, self.newest, table, self.embedding, self.angles, scale), table)
 
 
 @settings(max_examples=examples(60))
@@ -44,3 +44,10 @@ def test_is_the_twins(seed, batch, padding, hidden, head_dim, context, dtype) ->
     step = Step(seed, batch, padding, hidden, head_dim, context, dtype)
     for mine, wanted in zip(step.run(decode_start), step.run(decode_start_ref), strict=True):
         assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)
+
+
+def test_the_embedding_is_scaled() -> None:
+    step = Step(3, 5, 2, 70, 16, 20, torch.float32)
+    found, wanted = step.run(decode_start, 12 / 0.22), step.run(decode_start_ref, 12 / 0.22)
+    assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(found[2], step.run(decode_start)[2])

@@ -51,6 +51,8 @@ ROPES = {
 PHI_PARTS = {"half": (0.5, 4), "three quarters": (0.75, 6), "all": (1.0, 8)}
 """partial_rotary_factor, and the number of frequencies of a head of 16"""
 
+TWO_TYPES = ["sliding_attention", "full_attention"]
+
 
 @st.composite
 def phi_ropes(draw):
@@ -98,10 +100,20 @@ OF_FAMILY = {
     "mistral": some(sliding_window=[None, 3, 7]),
     "mixtral": some(sliding_window=[None, 3, 7], num_local_experts=[2, 3, 9], num_experts_per_tok=[1]),
     "olmo2": some(attention_bias=[False, True]),
-    "olmo3": some(
+    "olmo3": st.builds(
+        dict.__or__,
+        some(attention_bias=[False, True], sliding_window=[1, 5, 9]),
+        st.sampled_from([{"num_hidden_layers": 4}, {"layer_types": TWO_TYPES}, {"layer_types": TWO_TYPES[::-1]}]).map(
+            lambda layers: {"num_hidden_layers": 2} | layers
+        ),
+    ),
+    "granite": some(
         attention_bias=[False, True],
-        sliding_window=[1, 5, 9],
-        layer_types=[["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]],
+        mlp_bias=[False, True],
+        embedding_multiplier=[0.5, 12],
+        residual_multiplier=[0.22, 2.0],
+        attention_multiplier=[0.0625, 0.3],
+        logits_scaling=[6.0, 16],
     ),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(

@@ -124,7 +124,9 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
     return lambda name: load_model_config(save(make_model(name), tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse", "gpt_oss_full"])
+@pytest.mark.parametrize(
+    "name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse", "gpt_oss_full", "granite"]
+)
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
     compare(stored(name), 2)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
-from tiny_models import CONFIGS
+from runners import make_runner
+from tiny_models import CONFIGS, make_model, save
 from toy_runner import TOY, make_toy_runner
 
 from tercet.model_executor import cpu_extension
@@ -17,7 +18,15 @@ from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load
 from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE
 from tercet.model_executor.runner.settings import resolve_device
-from tercet.model_executor.step import ForwardMode, HiddenRange, NewRow, PromptScore, StepInputs
+from tercet.model_executor.step import (
+    HIDDEN_UNIT,
+    ForwardMode,
+    HiddenRange,
+    HiddenSum,
+    NewRow,
+    PromptScore,
+    StepInputs,
+)
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.model_files.families import FAMILIES
 from tercet.srt.model_files.load_config import load_model_config
@@ -203,3 +212,22 @@ def test_a_token_that_is_wanted_twice_is_computed_once():
     _, shown = outputs(hidden_states=states)
     assert both.prompt_logprobs == scored.prompt_logprobs and both.tokens == scored.tokens == shown.tokens
     assert np.array_equal(both.hidden_states[0], shown.hidden_states[0])
+
+
+def test_hidden_states_are_not_divided_as_logits_are(tmp_path):
+    """The norm before the logits of Granite has the divisor in its weights."""
+    model = make_model("granite")
+    runner = make_runner(load_model_config(save(model, tmp_path)), dtype="float32", max_total_tokens=100)
+    ids = np.arange(1, 21, dtype=np.int32)
+    new_row = NewRow(1, SamplingParams(temperature=0.0), 0, ids, ids[:0], ())
+    step = StepInputs(
+        ForwardMode.EXTEND, ids[:1], ids[-1:], ids, [new_row], extend_lens=ids[-1:], input_ids=ids,
+        sampled=np.array([True]), hidden_states=[HiddenRange(0, 20)], hidden_sums=[HiddenSum(0, 20)],
+    )  # fmt: skip
+    launched = runner.launch(step)
+    launched.sample()
+    found = launched.wait()
+    expected = model.model(torch.tensor([ids.tolist()])).last_hidden_state[0].detach()
+    assert relative_error(torch.from_numpy(found.hidden_states[0]), expected) < 1e-4
+    sums = torch.from_numpy(found.hidden_sums[0]) * HIDDEN_UNIT
+    assert relative_error(sums, expected.double().sum(0)) < 1e-4

@@ -29,7 +29,7 @@ def runner_of(config: ModelConfig, backend: str = "cpu", **settings) -> ModelRun
 
 @pytest.mark.parametrize("settings", [{}, {"disable_cuda_graph": True}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "olmo2", "granite"])
 def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, name: str, backend: str, settings: dict) -> None:
     if backend == "torch" and "quantization" in settings:
         pytest.skip("only the cpu backend has quantized layers")
@@ -62,6 +62,14 @@ def test_a_checkpoint_of_another_dtype(tmp_path: Path, backend: str) -> None:
     for place in (1, 0):
         runner.weights.update(configs[place])
         torch.testing.assert_close(short_logits(runner), expected[place], rtol=1e-6, atol=1e-6)
+
+
+def test_factors_that_the_layers_have_may_not_change(tmp_path: Path) -> None:
+    config = checkpoint(tmp_path / "1", "granite")
+    runner = runner_of(config)
+    for name in ("embedding_scale", "residual_scale", "logits_divisor"):
+        with pytest.raises(ValueError, match=f"another model: {name} is 2.0"):
+            runner.weights.update(dataclasses.replace(config, **{name: 2.0}))
 
 
 def test_a_gpus_parameters_are_overwritten_where_graphs_read_them(tmp_path: Path, monkeypatch) -> None:

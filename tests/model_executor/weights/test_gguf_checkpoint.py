@@ -41,6 +41,8 @@ CPU = torch.device("cpu")
         ("gemma3_default", "gemma3"),
         ("olmo2_scaled", "olmo2"),
         ("olmo3", "olmo2"),
+        ("granite", "granite"),
+        ("granite_biases", "granite"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
