@@ -208,5 +208,8 @@ class LoraLayers:
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         return self._layers.tied_embedding(weight, head)
 
+    def scaled_embedding(self, embedding: Layer, factor: float) -> Layer:
+        return self._layers.scaled_embedding(embedding, factor)
+
     def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
         return self._layers.start_decode(embedding, rotary)
