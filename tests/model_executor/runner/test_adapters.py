@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 SIZE = LoraSize(3, 6)
 KINDS = [
     "llama", "llama_biases", "qwen2_tied", "qwen3", "phi3", "phi3_partial", "smollm3", "gemma3", "gemma3_scaled",
-    "gemma3_images", "gpt_oss", "qwen3_moe", "mixtral", "mistral_window",
+    "gemma3_images", "gpt_oss", "qwen3_moe", "mixtral", "mistral_window", "olmo2", "olmo3", "granite",
 ]  # fmt: skip
 
 
