@@ -14,6 +14,7 @@ from ..attention.torch_backend import gathered_tokens, scores_at_once
 from ..layers.lora_layers import LoraSize
 from ..layers.quantized_weight import GROUP
 from ..models.family import family_of
+from ..weights.lora_checkpoint import lora_shapes
 from .settings import RunnerSettings
 
 _FLOAT_BYTES = 4
@@ -69,12 +70,18 @@ def activation_bytes(
     if compiled and config.experts is not None:  # their input and the products of gate and up exist together
         widest = max(widest, hidden + config.experts.num_experts_per_token * config.experts.intermediate_size)
     scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else widest * _FLOAT_BYTES if widened else 0
+    floats_of_adapter = 0
     if lora is not None:
         if compiled and config.has_dense_layers:
             feed_forward += 2 * config.intermediate_size * _FLOAT_BYTES  # gate and up before the activation
         scratch += _lora_bytes(config, dtype, lora, compiled=compiled)
+        if not compiled:  # torch multiplies the matrices of a layer in float32
+            floats_of_adapter = lora.max_rank * max(
+                sum(rows) + len(rows) * k for rows, k in lora_shapes(config).values()
+            )
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
-    return tokens * (max(attention, feed_forward) + in_a_norm + scratch) + rows * config.vocab_size * per_logit
+    per_token = max(attention, feed_forward) + in_a_norm + scratch
+    return tokens * per_token + rows * config.vocab_size * per_logit + floats_of_adapter * _FLOAT_BYTES
 
 
 def _lora_bytes(config: ModelConfig, dtype: torch.dtype, lora: LoraSize, *, compiled: bool) -> int:
