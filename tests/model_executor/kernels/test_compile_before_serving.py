@@ -18,6 +18,7 @@ from triton_aot import TARGETS, recorded, what_is_compiled
 
 from tercet.model_executor.kernels import extend_attention
 from tercet.model_executor.kernels.tuning import extend_tile
+from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.runner.warmup import LONG_TOKENS, _prefill
 from tercet.model_executor.step import TokenMasks, num_mask_words
 from tercet.srt.logprobs import LogprobOptions
@@ -119,6 +120,29 @@ def test_log_probabilities_of_a_short_prompt_do_not_wait_for_the_compiler(monkey
         runner.launch(_prefill(np.array([3], np.int32), SamplingParams(temperature=0.0), LogprobOptions())).sample()
     keys = [what_is_compiled(launch, "sm_90") for launch in launches]
     assert keys[before:] and set(keys[before:]) <= set(keys[:before])
+
+
+@pytest.mark.parametrize(("max_prefill_tokens", "quantization"), [(36, None), (64, None), (36, "fp8")])
+def test_no_step_with_adapters_waits_for_the_compiler(
+    max_prefill_tokens: int, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of prompts and decodes together may be the first with the kernels of many rows."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    with recorded() as launches:
+        runner = make_runner(
+            TWO_KINDS_OF_LAYER, LoraSize(2, 8), dtype="bfloat16", attention_backend="triton",
+            quantization=quantization, max_running_requests=37, max_total_tokens=740,
+            max_prefill_tokens=max_prefill_tokens, cuda_graph_max_bs=5,
+        )  # fmt: skip
+        before = len(launches)
+        rng = np.random.default_rng(1)
+        for _ in range(8):
+            serve(runner, rng)
+    served = [launch for launch in launches[before:] if launch.kernel.fn.__name__ == "_shrink_kernel"]
+    assert {launch.kwargs["APART"] for launch in served} == {True, False}
+    keys = [what_is_compiled(launch, "sm_90") for launch in launches]
+    assert set(keys[before:]) <= set(keys[:before])
 
 
 def test_no_step_with_experts_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
