@@ -27,14 +27,14 @@ ROWS = {"few": 4, "many": 4096}
 def lora_launches(
     layer: str, rows: int, rank: int, arch: str, dtype: torch.dtype = torch.bfloat16, *, slots: int = 8
 ) -> list[Launch]:
-    """The two launches of a layer."""
+    """The two launches of a layer. The adapters of the rows are part of a longer tensor, and begin at any address."""
     num_in, sizes = LAYERS[layer]
     num_out = sum(sizes)
     with patch.object(lora, "arch_of", lambda device: arch), recorded() as launches:
         lora.lora_delta(
             meta(rows, num_in, dtype=dtype), meta(rows, num_out, dtype=dtype),
             meta(slots, len(sizes) * rank, num_in, dtype=dtype), meta(slots, num_out, rank, dtype=dtype),
-            meta(rows, dtype=torch.int32), sizes,
+            meta(rows + rows % 7, dtype=torch.int32)[rows % 7 :], sizes,
         )  # fmt: skip
     return launches
 

@@ -95,7 +95,7 @@ def _sum_of_split(
 
 
 @bound
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["adapters_ptr"])
 def _shrink_kernel(
     x_ptr, a_ptr, adapters_ptr, hidden_ptr, stride_x, num_rows, RANKS: tl.constexpr, K: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -140,7 +140,7 @@ def _exact_dot(weight, hidden, total, PAIRS: tl.constexpr):
 
 
 @bound
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["adapters_ptr"])
 def _expand_kernel(
     hidden_ptr, b_ptr, adapters_ptr, out_ptr, stride_out, num_rows, FIRST: tl.constexpr, SECOND: tl.constexpr,
     THIRD: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,

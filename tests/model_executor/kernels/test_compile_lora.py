@@ -104,6 +104,6 @@ def test_numbers_of_rows_share_kernels(dtype: torch.dtype) -> None:
     with patch.object(lora, "arch_of", lambda device: "sm_90"):
         first, second = lora.lora_row_counts(dtype, torch.device("meta"))
     assert first == 1
-    assert all(keys(rows) == keys(1) for rows in (2, 16, 17, 33, second - 1))
-    assert all(keys(rows) == keys(second) for rows in (second + 7, 4096))
+    assert all(keys(rows) == keys(1) for rows in (2, 4, 16, 17, 33, second - 1))
+    assert all(keys(rows) == keys(second) for rows in (second + 4, second + 7, 4096))
     assert not set(keys(1)) & set(keys(second))
