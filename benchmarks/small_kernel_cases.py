@@ -163,7 +163,7 @@ class _Qkv:
         self.cos, self.sin = angles.cos(), angles.sin()
         self.k_buffer, self.v_buffer = (sizes.random(1 + 2 * num_tokens, self.kv_heads, self.dim) for _ in range(2))
         self.slots = torch.randperm(2 * num_tokens, device=sizes.device)[:num_tokens] + 1
-        self.weights = (sizes.random(self.dim), sizes.random(self.dim)) if config.qk_norm else (None, None)
+        self.weights = (sizes.random(self.dim), sizes.random(self.dim)) if config.qk_norm == "heads" else (None, None)
 
     @property
     def k(self) -> torch.Tensor:

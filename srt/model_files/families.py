@@ -21,6 +21,8 @@ from .experts_config import (
 from .settings import Settings, quote
 
 SlidingWindows: TypeAlias = tuple[int | None, ...]
+QKNormKind: TypeAlias = Literal["heads", "rows"]
+"""What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads."""
 
 
 def _no_window(config: Settings, num_layers: int) -> SlidingWindows:
@@ -144,7 +146,7 @@ class Family:
     mlp_bias: bool | None = False
     attention_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value"""
-    qk_norm: Literal["heads", "rows"] | None = None
+    qk_norm: QKNormKind | None = None
     """`ModelConfig.qk_norm`"""
     default_head_dim: int | None = None
     """None: hidden_size / num_heads"""

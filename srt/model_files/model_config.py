@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from ..errors import ModelNotSupported
 from .experts_config import ExpertsConfig
-from .families import FAMILIES, SlidingWindows, not_in_families
+from .families import FAMILIES, QKNormKind, SlidingWindows, not_in_families
 from .generation_defaults import GenerationDefaults
 from .quantization_config import QuantizationConfig
 from .rope_config import RopeConfig
@@ -24,8 +24,6 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 )
 """The activations by the names that config.json has."""
-QKNormKind: TypeAlias = Literal["heads", "rows"]
-"""What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads."""
 _SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "context_len",
