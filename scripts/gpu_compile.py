@@ -100,7 +100,7 @@ def as_if_on(arch: str, num_multiprocessors: int, patch: pytest.MonkeyPatch) -> 
             inner.setattr(module, "arch_of", lambda device: arch)
         for module in (tuning, extend_attention, decode_attention, hopper_extend):
             inner.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
-        inner.setattr(settings, "_has_dependent_launch", lambda device: True)
+        inner.setattr(settings, "_nvidia_capability", lambda device: (9, 0))
         yield
 
 

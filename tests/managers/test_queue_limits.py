@@ -16,7 +16,8 @@ from tercet.managers.queue_limits import DrainRate, QueueLimits
 from tercet.managers.req import Req
 from tercet.managers.tenant_shares import TenantShares
 from tercet.srt.errors import MAX_RETRY_AFTER_S, QueueFull
-from tercet.srt.io_struct import AbortFinish, LengthFinish, PauseReq
+from tercet.srt.io_struct import AbortFinish, LengthFinish
+from tercet.srt.pause_messages import PauseReq
 
 STEP_LEN = 64
 """Prompt tokens of a step, the default of Rig."""

@@ -54,7 +54,7 @@ def test_all_fused_kernels_of_a_step_are_dependent(
     batch_size: int, setting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
-    monkeypatch.setattr(settings, "_has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(settings, "_nvidia_capability", lambda device: (9, 0))
     config = dataclasses.replace(TOY, head_dim=16)
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
     none = np.empty(0, np.int32)
