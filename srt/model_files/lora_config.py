@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 4096
-ALL_LINEAR = "all-linear"
 _REFUSED = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
     "target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config",

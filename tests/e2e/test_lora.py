@@ -39,16 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[1, 2], ids=["one HTTP process", "several"])
 def server(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
     flags = ["--port", "0", "--max-total-tokens", "8192", "--model-path", str(folder / "toy.gguf")]
-    flags += [
-        "--served-model-name",
-        "toy",
-        "--lora-dir",
-        str(folder),
-        "--engine-restarts",
-        "10",
-        "--max-lora-rank",
-        "16",
-    ]
+    flags += ["--served-model-name", "toy", "--lora-dir", str(folder), "--engine-restarts", "10"]
     flags += ["--lora-paths", f"one={folder / 'one'}", f"two={folder / 'two'}", "--max-loras", "3"]
     flags += ["--max-lora-rank", "16"]
     flags += ["--incremental-streaming-output", "--tokenizer-worker-num", str(request.param)]
