@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import torch
 
+from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.lora_config import LoraConfig, read_lora_config
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.lora_layers import LoraShape, LoraWeight
 from ..models.family import family_of
 from ..models.parameters import Parameter, Part, is_expert
 from .quantization import is_linear
-from .safetensors_checkpoint import in_language_model
+from .safetensors_checkpoint import in_language_model, is_for_images
 from .safetensors_file import SafetensorsFile
 
 _FILE, _PICKLE = "adapter_model.safetensors", "adapter_model.bin"
@@ -69,7 +70,7 @@ def read_adapter(path: str, config: ModelConfig, max_rank: int) -> LoraAdapter:
     if lora.rank > max_rank:
         raise ValueError(f"{lora.source}: the rank is {lora.rank}, but --max-lora-rank is {max_rank}")
     modules = {name: module for parameter in _adaptable(config) for name, module in _modules(parameter)}
-    matrices = _matrices(path, lora, modules)
+    matrices = _matrices(path, lora, modules, takes_images=FAMILIES[config.architecture].has_text_config)
     weights: dict[str, LoraWeight] = {}
     for parameter in _adaptable(config):
         found = {name: matrices[name] for name, _ in _modules(parameter) if name in matrices}
@@ -101,8 +102,8 @@ class _Pair(NamedTuple):
     b: torch.Tensor
 
 
-def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module]) -> dict[str, _Pair]:
-    """The matrices of each module, by its name in a checkpoint."""
+def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, takes_images: bool) -> dict[str, _Pair]:
+    """The matrices of each module, by its name in a checkpoint. `takes_images`: the model has parts for images."""
     file = _open(path)
     sides: dict[str, dict[str, torch.Tensor]] = {}
     adapted_names: dict[str, str] = {}
@@ -110,6 +111,8 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module]) -> di
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{file.path!r}: tensor {name!r} is not supported: only lora_A and lora_B are")
+        if takes_images and is_for_images(match["module"]):
+            continue  # PEFT adapts all modules of a name, such as q_proj, and these parts are not loaded
         module = _module_name(match["module"], modules)
         if module is None:
             raise ValueError(

@@ -100,6 +100,11 @@ def in_language_model(name: str) -> str:
     return name if match is None else f"{match['head'] or _PREFIX}{name[match.end() :]}"
 
 
+def is_for_images(name: str) -> bool:
+    """Whether a tensor or a module of a model that also takes images serves only images. No text passes through it."""
+    return name.startswith(_PARTS_FOR_IMAGES)
+
+
 def _names_of_language_model(names: Iterable[str]) -> dict[str, str]:
     """The names in the files, by the names of a model for text only.
 
@@ -108,7 +113,7 @@ def _names_of_language_model(names: Iterable[str]) -> dict[str, str]:
     given = list(names)
     if not any(map(_IN_LANGUAGE_MODEL.match, given)):
         return {name: name for name in given}
-    return {in_language_model(name): name for name in given if not name.startswith(_PARTS_FOR_IMAGES)}
+    return {in_language_model(name): name for name in given if not is_for_images(name)}
 
 
 def _weight_map(index_path: str) -> dict[str, str]:

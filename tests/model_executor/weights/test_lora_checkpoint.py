@@ -91,6 +91,24 @@ def test_names(change, config, tensors, tmp_path):
     assert found.fingerprint == expected.fingerprint and found.weights.keys() == expected.weights.keys()
 
 
+def test_matrices_of_parts_for_images_are_left_out(config, tensors, tmp_path):
+    """PEFT adapts all modules whose names end with q_proj, also those for images."""
+    model = make_model("gemma3_images")
+    with_images = load_model_config(save(model, tmp_path / "model"))
+    of_text = make_tensors(modules_of(model, ("q_proj",)))
+    of_images = make_tensors(
+        {name: module for name, module in model.named_modules() if "vision" in name and name.endswith(".q_proj")}
+    )
+    assert of_images
+    expected = read_adapter(save_tensors(tmp_path / "text", of_text), with_images, 4)
+    found = read_adapter(save_tensors(tmp_path / "both", of_text | of_images), with_images, 4)
+    assert found.fingerprint == expected.fingerprint
+    with pytest.raises(ValueError, match="has no matrices"):
+        read_adapter(save_tensors(tmp_path / "images", of_images), with_images, 4)
+    with pytest.raises(ValueError, match=r"tensor .*vision.* is not supported"):
+        read_adapter(save_tensors(tmp_path / "other", tensors | of_images), config, 4)
+
+
 @pytest.mark.parametrize("prefix", ["model.layers", "layers", "model.language_model.layers"])
 def test_the_config_means_the_names_of_the_adapted_model(prefix, model, config, tmp_path):
     modules = modules_of(model, ("q_proj",))
