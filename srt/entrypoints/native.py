@@ -95,9 +95,10 @@ def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> I
 
 def _adapters(server: Server, body: GenerateBody, count: int, is_list: bool) -> Sequence[AdapterRef | None]:
     """The adapter of each prompt. Raises ModelNotFound and InvalidRequest."""
-    model = None if body.model == _ANY_MODEL else body.model
+    manager = server.manager
+    model = None if body.model == _ANY_MODEL and manager.adapters.find(_ANY_MODEL) is None else body.model
     names = _per_prompt(body.lora_path, count, is_list, "lora_path")
-    targets = {name: target_of(server.manager, model, name) for name in set(names)}
+    targets = {name: target_of(manager, model, name) for name in set(names)}
     return [targets[name].adapter for name in names]
 
 

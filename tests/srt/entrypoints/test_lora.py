@@ -82,6 +82,12 @@ def test_an_unknown_adapter_is_refused_with_a_list_of_the_others(lora: LoraSite,
     assert not lora.scheduler.received
 
 
+def test_an_adapter_may_have_the_name_that_a_router_writes_for_any_model(lora: LoraSite) -> None:
+    assert lora.adapter_of("/generate", model="unknown") is None
+    lora.good(LOAD, {"lora_name": "unknown", "lora_path": "n"})
+    assert lora.adapter_of("/generate", model="unknown") == AdapterRef("unknown", "f2")
+
+
 def test_two_names_for_an_adapter_must_agree(lora: LoraSite) -> None:
     lora.good(LOAD, {"lora_name": "ninja", "lora_path": "n"})
     body = {**BODIES["/v1/completions"], "model": "tiny:ninja", "lora_path": "pirate"}
