@@ -6,6 +6,9 @@ from pathlib import Path
 
 from ..errors import InvalidRequest, NotAllowed
 
+_MAX_PATH_CHARS = 4096
+"""Linux opens no longer path. Resolving one takes time for each folder in it, in which the server answers nobody."""
+
 
 def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:
     """The absolute path of `given`, which is relative to `folder` or absolute, with all symbolic links resolved.
@@ -13,6 +16,8 @@ def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:
     Raises NotAllowed for a path outside `folder`, and InvalidRequest for a text that is no path. `flag`: the flag that
     names the folder.
     """
+    if len(given) > _MAX_PATH_CHARS:
+        raise InvalidRequest(f"{param} must have at most {_MAX_PATH_CHARS} characters, got {len(given)}", param=param)
     root = Path(folder).resolve()
     try:
         path = (root / given).resolve()

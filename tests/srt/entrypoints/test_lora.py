@@ -158,6 +158,8 @@ def test_a_client_loads_nothing_outside(lora: LoraSite, path: str, tmp_path_fact
         ({"lora_name": "x" * 257, "lora_path": "a"}, "lora_name"),
         ({"lora_name": "a\n", "lora_path": "a"}, "lora_name"),
         ({"lora_name": "x"}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "a\0"}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "a/" * 10_000}, "lora_path"),
         ({"lora_name": 5, "lora_path": "a"}, "lora_name"),
         ({"lora_name": "x", "lora_path": "a", "load_inplace": True}, "load_inplace"),
         ({"lora_name": "x", "lora_path": "a", "other": 1}, "other"),
