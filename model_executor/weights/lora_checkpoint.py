@@ -105,7 +105,7 @@ class _Pair(NamedTuple):
 def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, takes_images: bool) -> dict[str, _Pair]:
     """The matrices of each module, by its name in a checkpoint. `takes_images`: the model has parts for images."""
     file = _open(path)
-    sides: dict[str, dict[str, torch.Tensor]] = {}
+    sides: dict[str, dict[str, str]] = {}
     adapted_names: dict[str, str] = {}
     for name in file:
         match = _NAME.fullmatch(name)
@@ -125,7 +125,7 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, ta
         of_module = sides.setdefault(module, {})
         if match["side"] in of_module:
             raise ValueError(f"{file.path!r}: {module} has two matrices {match['side']}")
-        of_module[match["side"]] = _checked(file, name)
+        of_module[match["side"]] = name
     if not sides:
         raise ValueError(f"{file.path!r} has no matrices")
     expected = {name for name in modules if lora.is_exact and lora.targets(name)}
@@ -135,8 +135,9 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, ta
     for module, found in sides.items():
         if len(found) == 1:
             raise ValueError(f"{file.path!r}: {module} has no matrix {'B' if 'A' in found else 'A'}")
-        pairs[module] = _Pair(adapted_names[module], found["A"], found["B"])
-        _check_shapes(file.path, pairs[module], modules[module], lora)
+        adapted_name = adapted_names[module]
+        _check_shapes(file, adapted_name, found, modules[module], lora)  # before a tensor takes memory
+        pairs[module] = _Pair(adapted_name, _read(file, found["A"]), _read(file, found["B"]))
     return pairs
 
 
@@ -160,7 +161,7 @@ def _module_name(name: str, modules: Mapping[str, _Module]) -> str | None:
     return next((known for known in (name, f"model.{name}") if known in modules), None)
 
 
-def _checked(file: SafetensorsFile, name: str) -> torch.Tensor:
+def _read(file: SafetensorsFile, name: str) -> torch.Tensor:
     """A copy in float32, which no other program can change."""
     if file.dtype(name) not in _TYPES:
         raise ValueError(f"{file.path!r}: tensor {name!r} must have floating-point numbers of 16 to 64 bits")
@@ -170,15 +171,16 @@ def _checked(file: SafetensorsFile, name: str) -> torch.Tensor:
     return tensor
 
 
-def _check_shapes(path: str, pair: _Pair, module: _Module, lora: LoraConfig) -> None:
-    rows, rank = sum(part.shape[0] for part in module.parts), lora.rank_of(pair.name)
-    for side, tensor, wanted in (
-        ("A", pair.a, (rank, module.parameter.shape[1])),
-        ("B", pair.b, (rows, rank)),
-    ):
-        if tuple(tensor.shape) != wanted:
+def _check_shapes(
+    file: SafetensorsFile, adapted_name: str, tensors: Mapping[str, str], module: _Module, lora: LoraConfig
+) -> None:
+    """`tensors`: the names of A and B of a module."""
+    rows, rank = sum(part.shape[0] for part in module.parts), lora.rank_of(adapted_name)
+    for side, wanted in (("A", (rank, module.parameter.shape[1])), ("B", (rows, rank))):
+        shape = file.shape(tensors[side])
+        if shape != wanted:
             raise ValueError(
-                f"{path!r}: matrix {side} of {pair.name} has shape {tuple(tensor.shape)}, but the model and the config "
+                f"{file.path!r}: matrix {side} of {adapted_name} has shape {shape}, but the model and the config "
                 f"imply {wanted}"
             )
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
+import struct
+
 import pytest
 import torch
 from lora_adapters import make_tensors, modules_of, save_adapter, save_tensors
 from tiny_models import make_model, save
 
 from tercet.model_executor.weights.lora_checkpoint import lora_shapes, read_adapter
+from tercet.model_executor.weights.safetensors_file import SafetensorsFile
 from tercet.srt.model_files.load_config import load_model_config
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -220,6 +225,31 @@ A, B = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"
 def test_refusals(edit, settings, named, config, tensors, tmp_path):
     with pytest.raises(ValueError, match=named):
         read_adapter(save_tensors(tmp_path, edit(tensors), **settings), config, 4)
+
+
+def test_a_tensor_of_another_shape_takes_no_memory(config, tensors, tmp_path, monkeypatch):
+    path = save_tensors(tmp_path, changed(A, torch.ones(4, 65))(tensors))
+    read = []
+    tensor_of = SafetensorsFile.__getitem__
+    monkeypatch.setattr(SafetensorsFile, "__getitem__", lambda file, name: read.append(name) or tensor_of(file, name))
+    with pytest.raises(ValueError, match=r"matrix A of .* has shape \(4, 65\)"):
+        read_adapter(path, config, 4)
+    assert A not in read
+
+
+@pytest.mark.parametrize("shape", [[1] * 100, [2**63, 0, 2**63], [0, 64], []])
+def test_shapes_that_torch_cannot_make(shape, config, tensors, tmp_path):
+    path = save_tensors(tmp_path, {A: torch.ones(4, 64), B: torch.ones(64, 4)}, layers_to_transform=0)
+    num_bytes = 4 * math.prod(shape)
+    entries = {A: (shape, num_bytes), B: ([64, 4], 1024)}
+    header, end = {}, 0
+    for name, (dimensions, size) in entries.items():
+        header[name] = {"dtype": "F32", "shape": dimensions, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    with pytest.raises(ValueError, match=r"matrix A of .* has shape"):
+        read_adapter(path, config, 4)
 
 
 def test_files_that_are_missing_or_damaged(config, tensors, tmp_path):
