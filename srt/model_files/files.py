@@ -24,18 +24,21 @@ def open_file(path: AnyPath) -> BufferedReader:
     return file
 
 
-def read_text(path: AnyPath) -> str:
-    """Read a whole text file. Raises ValueError if it is not a regular file in UTF-8, and OSError."""
+def read_text(path: AnyPath, *, max_bytes: int | None = None) -> str:
+    """Read a whole text file. Raises ValueError if it is not a regular file in UTF-8, or is too large, and OSError."""
     with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if max_bytes is not None and size > max_bytes:
+            raise ValueError(f"{os.fspath(path)!r} must have at most {max_bytes:,} bytes, got {size:,}")
         try:
             return file.read().decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{os.fspath(path)!r} must be text in UTF-8: {error}") from None
 
 
-def read_json_object(path: AnyPath) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError if the file does not hold one, and OSError."""
-    text = read_text(path)
+def read_json_object(path: AnyPath, *, max_bytes: int | None = None) -> dict[str, Any]:
+    """Read a JSON object. Raises ValueError if the file does not hold one, or is too large, and OSError."""
+    text = read_text(path, max_bytes=max_bytes)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from .settings import Settings, quote
 T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
 MAX_RANK = 4096
 _REFUSED = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
@@ -35,7 +36,9 @@ _UNUSED_AFTER_TRAINING = (
 _HARMLESS_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """The values of init_lora_weights that leave W as it is."""
 _REPETITIONS = re.compile(r"[*+?{]")
-_MAX_REPETITIONS = 3
+_MODULE_CHARS = 50
+"""About the length of the name of a module."""
+_MAX_PATTERN_STEPS = 50_000
 _MAX_PATTERN_CHARS = 300
 
 
@@ -47,7 +50,7 @@ class LoraConfig:
     """the largest one"""
     source: str
     """the file, for errors"""
-    target_modules: tuple[str, ...] | None
+    target_modules: frozenset[str] | None
     """what the names of modules end with; None: a regular expression or PEFT's rules name them"""
     layers: frozenset[int] | None
     """the numbers of the layers that `target_modules` means; None: all"""
@@ -72,7 +75,8 @@ class LoraConfig:
         """Whether the config names a module. Without `target_modules` it names all."""
         if self.target_modules is None:
             return True
-        named = any(module == end or module.endswith(f".{end}") for end in self.target_modules)
+        parts = module.split(".")
+        named = any(".".join(parts[place:]) in self.target_modules for place in range(len(parts)))
         number = re.search(r"\.(\d+)\.", module)
         return named and (self.layers is None or (number is not None and int(number[1]) in self.layers))
 
@@ -84,7 +88,7 @@ def read_lora_config(path: str) -> LoraConfig:
     """
     source = os.path.join(path, CONFIG_FILE)
     try:
-        values = read_json_object(source)
+        values = read_json_object(source, max_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
         raise ValueError(
             f"{path!r} is no folder of a LoRA adapter: {CONFIG_FILE} cannot be read ({error.strerror})"
@@ -111,8 +115,8 @@ def _checked(config: Settings) -> LoraConfig:
         config.get(key)
     rank, alpha = config.integer("r", 8, maximum=MAX_RANK), config.number("lora_alpha", 8)
     root_of_rank = config.flag("use_rslora")
-    ranks = {_pattern(config, "rank_pattern", key): value for key, value in _integers(config, "rank_pattern").items()}
-    alphas = {_pattern(config, "alpha_pattern", key): value for key, value in _numbers(config, "alpha_pattern").items()}
+    ranks = _by_pattern(config, "rank_pattern", _integers(config, "rank_pattern"))
+    alphas = _by_pattern(config, "alpha_pattern", _numbers(config, "alpha_pattern"))
     modules, layers = _target_modules(config), _layers(config)
     has_exceptions = bool(config.get("exclude_modules"))
     if layers is not None and config.get("layers_pattern"):
@@ -135,11 +139,11 @@ def _checked(config: Settings) -> LoraConfig:
     )
 
 
-def _target_modules(config: Settings) -> tuple[str, ...] | None:
+def _target_modules(config: Settings) -> frozenset[str] | None:
     modules = config.get("target_modules")
     if modules is None or isinstance(modules, str):
         return None
-    return tuple(config.texts("target_modules") or ())
+    return frozenset(config.texts("target_modules") or ())
 
 
 def _layers(config: Settings) -> frozenset[int] | None:
@@ -163,17 +167,29 @@ def _keys(config: Settings, key: str) -> list[str]:
     return list(config.get(key))
 
 
-def _pattern(config: Settings, key: str, text: str) -> re.Pattern[str]:
-    """A key of rank_pattern or alpha_pattern. It is a regular expression for the end of a module's name, as in PEFT.
+def _by_pattern(config: Settings, key: str, values: Mapping[str, T]) -> dict[re.Pattern[str], T]:
+    """The values of rank_pattern or alpha_pattern. Their keys are regular expressions for the end of a module's name,
+    as in PEFT. Only expressions that together take little time on any name are accepted."""
+    if sum(_most_steps(text) for text in values) > _MAX_PATTERN_STEPS:
+        longest = max(values, key=_most_steps)
+        raise config.unsupported(f"{key} has the key {quote(longest)}, which is too complex, alone or with the others")
+    return {_pattern(config, key, text): value for text, value in values.items()}
 
-    Only expressions that take little time on any name are accepted.
-    """
-    repeats_a_group = re.search(r"\)[*+?{]", text) is not None
-    if repeats_a_group or len(_REPETITIONS.findall(text)) > _MAX_REPETITIONS or len(text) > _MAX_PATTERN_CHARS:
-        raise config.unsupported(f"{key} has the key {quote(text)}, which is too complex")
+
+def _most_steps(text: str) -> int:
+    """About the most steps in which an expression fails to match a name."""
+    if len(text) > _MAX_PATTERN_CHARS or re.search(r"\)[*+?{]", text) is not None:  # the latter repeats a group
+        return _MAX_PATTERN_STEPS + 1
+    count = len(_REPETITIONS.findall(text))
+    splits: int = _MODULE_CHARS**count // math.factorial(count)  # of the name among the repetitions
+    alternatives: int = (1 + text.count("|")) ** max(text.count("("), 1)
+    return splits * alternatives
+
+
+def _pattern(config: Settings, key: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(rf"(.*\.)?({text})$")
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         raise ValueError(f"{config.source}: {key} has the key {quote(text)}, but that is no pattern: {error}") from None
 
 

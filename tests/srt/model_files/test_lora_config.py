@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 from lora_adapters import CONFIG
@@ -81,6 +82,9 @@ def test_targets(changes, layers, tmp_path):
         ({"rank_pattern": {"(q_proj": 8}}, r"rank_pattern has the key '\(q_proj', but that is no pattern"),
         ({"rank_pattern": {"(.+)+q_proj": 8}}, "rank_pattern has the key .* too complex"),
         ({"alpha_pattern": {".*.*.*.*q_proj": 8}}, "alpha_pattern has the key .* too complex"),
+        ({"rank_pattern": {"(.|.)" * 40 + "!": 8}}, "rank_pattern has the key .* too complex"),
+        ({"rank_pattern": {f".*.*(q|k){number}": 8 for number in range(40)}}, "too complex, alone or with the others"),
+        ({"rank_pattern": {"q{99999999999}": 8}}, "but that is no pattern: the repetition number is too large"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
         ({"target_modules": [1]}, "target_modules must be a list of strings"),
         ({"layers_to_transform": ["0"]}, "layers_to_transform must be a list of integers"),
@@ -90,6 +94,27 @@ def test_targets(changes, layers, tmp_path):
 def test_refusals(changes, named, tmp_path):
     with pytest.raises(ValueError, match=named):
         read(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(128) for name in ("gate", "up", "down")],
+        [rf".*layers\.{layer}\.[a-z_]*\.q_proj" for layer in range(32)],
+        [r"layers\.(0|1|2|3|4|5)\..*", "(q|k|v)_proj", r".*\.[0-9]+\..*_proj"],
+    ],
+)
+def test_patterns_that_are_simple_enough(keys, tmp_path):
+    assert len(read(tmp_path, rank_pattern=dict.fromkeys(keys, 3)).ranks) == len(keys)
+
+
+def test_a_config_that_is_too_large_is_not_read(tmp_path):
+    path = write(tmp_path)
+    os.truncate(tmp_path / "adapter_config.json", 1 << 40)
+    with pytest.raises(
+        ValueError, match=r"adapter_config.json' must have at most 1,048,576 bytes, got 1,099,511,627,776"
+    ):
+        read_lora_config(path)
 
 
 def test_later_settings_without_an_effect(tmp_path):
