@@ -18,6 +18,9 @@ from .scheduler_io import SchedulerIO
 
 logger = logging.getLogger(__name__)
 
+_MAX_REASON_CHARS = 6000
+"""A path of the longest length fits. A file may have longer names."""
+
 
 class Adapters:
     """The slots are 1 to `max_loras`. An adapter that is being unloaded keeps its slot until no request uses it."""
@@ -53,10 +56,13 @@ class Adapters:
         for name, path in paths.items():
             try:
                 self._load(name, path)
-            except (ValueError, OSError) as error:
-                if not is_restart:
-                    raise ValueError(f"--lora-paths: {name!r} cannot be used: {error}") from error
-                logger.error("The engine runs without the adapter %s: %s", name, error)
+            except Exception as error:
+                if is_restart:
+                    logger.error("The engine runs without the adapter %s: %s", name, _reason(error))
+                elif isinstance(error, (ValueError, OSError)):
+                    raise ValueError(f"--lora-paths: {name!r} cannot be used: {_reason(error)}") from error
+                else:
+                    raise
 
     def slot_of(self, ref: AdapterRef) -> int:
         """The slot for a new request. Raises InvalidRequest if the adapter is not loaded, and StreamChanged if its name
@@ -79,8 +85,8 @@ class Adapters:
         try:
             return AdapterReply(call_id, self._load(name, message.path))
         except (ValueError, OSError) as error:
-            logger.warning("The adapter in %s was refused: %s", message.path, error)
-            return AdapterReply(call_id, refusal=str(error) or type(error).__name__)
+            logger.warning("The adapter in %s was refused: %s", message.path, _reason(error))
+            return AdapterReply(call_id, refusal=_reason(error))
         except Exception:
             logger.exception("The adapter in %s could not be loaded", message.path)
             return AdapterReply(call_id, failure="the adapter could not be loaded")
@@ -118,3 +124,9 @@ class Adapters:
             self._runner.unload_adapter(slot)
             logger.info("Unloaded the adapter %s", facts.name)
             self._io.reply(AdapterReply(message.call_id, facts))
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, cut if it is long."""
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + "..."

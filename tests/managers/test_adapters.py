@@ -156,6 +156,34 @@ def test_loads_and_unloads_that_are_refused(caplog: pytest.LogCaptureFixture) ->
     assert load(rig, "a", 3).refusal == "the adapter 'a' is loaded already; unload it first"
 
 
+def test_a_long_reason_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = loaded_rig(max_loras=3)
+
+    def refuse(slot: int, path: str) -> str:
+        raise ValueError(f"tensor {'x' * 10**7} is not supported")
+
+    monkeypatch.setattr(rig.runner, "load_adapter", refuse)
+    refusal = load(rig, "c", 3).refusal
+    assert refusal is not None and refusal.startswith("tensor xxx") and len(refusal) < 10_000
+
+
+def test_no_defect_in_a_load_ends_a_restart(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(max_loras=2)
+    load_adapter = rig.runner.load_adapter
+
+    def fail_for_a(slot: int, path: str) -> str:
+        if path == "/adapters/1":
+            raise MemoryError("too large")
+        return load_adapter(slot, path)
+
+    monkeypatch.setattr(rig.runner, "load_adapter", fail_for_a)
+    with pytest.raises(MemoryError):
+        rig.adapters.begin({"a": "/adapters/1"}, is_restart=False)
+    rig.adapters.begin({"a": "/adapters/1", "b": "/adapters/2"}, is_restart=True)
+    assert [one.name for one in rig.adapters.facts] == ["b"]
+    assert "without the adapter a: too large" in caplog.text
+
+
 def test_a_defect_in_a_load_leaves_the_slot_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = loaded_rig(max_loras=3)
 
