@@ -95,7 +95,7 @@ class Adapters:
         """Raises ValueError and OSError."""
         slot = next((one for one in range(1, self.max_loras + 1) if one not in self._loaded), None)
         if slot is None:
-            raise ValueError(f"all {self.max_loras} slots are taken (--max-loras); unload another adapter first")
+            raise ValueError(f"--max-loras {self.max_loras} adapters are loaded; unload one first")
         fingerprint = self._runner.load_adapter(slot, path)
         facts = self._loaded[slot] = AdapterFacts(name, path, fingerprint, next(self._numbers))
         logger.info("Loaded the adapter %s from %s", name, path)

@@ -129,7 +129,7 @@ def test_an_unload_waits_for_its_requests_and_refuses_new_ones(overlap: bool) ->
 def test_a_slot_is_used_again() -> None:
     rig = loaded_rig()
     refused = load(rig, "c", 3)
-    assert refused.refusal == "all 2 slots are taken (--max-loras); unload another adapter first"
+    assert refused.refusal == "--max-loras 2 adapters are loaded; unload one first"
     rig.inbox.messages.append(UnloadAdapterReq(3, "a"))
     rig.turn()
     assert take_reply(rig).adapter is not None
