@@ -92,9 +92,8 @@ class EngineCore:
         process fails. `child_module`: the module that a child process runs; tests replace it.
         """
         model_config = load_model_config(server_args.model_path, server_args.load_format)
-        server_args = with_lora_limits(
-            server_args
-        ).with_seed()  # before the children start, so that all processes use the same seed
+        # Before the children start, so that all processes have the same seed and the same tables of adapters.
+        server_args = with_lora_limits(server_args).with_seed()
         run_dir = RunDir.create()
         context: zmq.Context[Any] = zmq.Context()
         life: EngineLife | None = None

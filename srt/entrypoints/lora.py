@@ -50,11 +50,9 @@ def target_of(manager: TokenizerManager, model: str | None, lora_path: str | Non
 def _of_model(manager: TokenizerManager, model: str) -> AdapterRef:
     """The adapter that `model` names. Raises ModelNotFound."""
     args, adapters = manager.server_args, manager.adapters
-    ref = adapters.find(model)
-    if ref is None:
-        for base in (args.model_name, args.model_path, "default"):
-            if model.startswith(f"{base}:"):
-                ref = ref or adapters.find(model.removeprefix(f"{base}:"))
+    prefixes = [f"{base}:" for base in (args.model_name, args.model_path, "default")]
+    names = [model, *(model.removeprefix(prefix) for prefix in prefixes if model.startswith(prefix))]
+    ref = next(filter(None, map(adapters.find, names)), None)
     if ref is None:
         others = f"; {adapters.listed()}" if args.enable_lora else ""
         raise ModelNotFound(

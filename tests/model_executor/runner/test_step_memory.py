@@ -58,6 +58,29 @@ SHAPES = {
 }
 
 
+def measured_and_kept(runner, step, *, quantized, lora=None):
+    """The bytes that a step takes at its peak, and those that are kept for it."""
+
+    def run():
+        launched = runner.launch(step)
+        launched.sample()
+        launched.wait()
+
+    run()  # what is made once and kept
+    measured = peak_bytes(run)
+    kept = activation_bytes(
+        runner.config,
+        runner.settings.dtype,
+        tokens=int(step.extend_lens.sum()),
+        rows=ROWS,
+        compiled=runner.model.compiled,
+        quantized=quantized,
+        widened=runner.settings.widens_activations,
+        lora=lora,
+    )
+    return measured, kept + runner.sampler.max_choice_bytes(ROWS)
+
+
 @pytest.mark.usefixtures("each_cpu_choice")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
@@ -72,23 +95,7 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
     )
     largest = warmup_steps(ROWS, CONTEXT, TOKENS)[0]
 
-    def run():
-        step = runner.launch(largest)
-        step.sample()
-        step.wait()
-
-    run()  # what is made once and kept
-    measured = peak_bytes(run)
-    kept = activation_bytes(
-        config,
-        runner.settings.dtype,
-        tokens=int(largest.extend_lens.sum()),
-        rows=ROWS,
-        compiled=runner.model.compiled,
-        quantized=quantization is not None,
-        widened=runner.settings.widens_activations,
-    )
-    kept += runner.sampler.max_choice_bytes(ROWS)
+    measured, kept = measured_and_kept(runner, largest, quantized=quantization is not None)
     assert measured <= kept <= (2.25 if runner.model.compiled else 6) * measured
 
 
@@ -108,24 +115,7 @@ def test_the_largest_step_with_adapters_takes_what_is_kept_for_it(shape, dtype, 
     largest = warmup_steps(ROWS, CONTEXT, TOKENS)[0]
     largest = replace(largest, new_rows=[replace(new_row, adapter=1) for new_row in largest.new_rows])
 
-    def run():
-        step = runner.launch(largest)
-        step.sample()
-        step.wait()
-
-    run()
-    measured = peak_bytes(run)
-    kept = activation_bytes(
-        config,
-        runner.settings.dtype,
-        tokens=int(largest.extend_lens.sum()),
-        rows=ROWS,
-        compiled=runner.model.compiled,
-        quantized=quantization is not None,
-        widened=runner.settings.widens_activations,
-        lora=lora,
-    )
-    kept += runner.sampler.max_choice_bytes(ROWS)
+    measured, kept = measured_and_kept(runner, largest, quantized=quantization is not None, lora=lora)
     assert measured <= kept <= (3 if runner.model.compiled else 9) * measured
 
 
