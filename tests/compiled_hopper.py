@@ -16,18 +16,18 @@ from tercet.model_executor.kernels.tuning import HOPPER_TILE
 from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map
 
 SHAPES = {
-    "hopper-32x8x128, pages of 64": (32, 8, 128, 64),
-    "hopper-28x4x128, pages of 256": (28, 4, 128, 256),
-    "hopper-32x8x64, pages of 64": (32, 8, 64, 64),
-    "hopper-9x3x64, pages of 128": (9, 3, 64, 128),
+    "hopper-32x8x128, pages of 64, splits in turn": (32, 8, 128, 64),
+    "hopper-28x4x128, pages of 256, splits as units": (28, 4, 128, 256),
+    "hopper-32x8x64, pages of 64, splits as units": (32, 8, 64, 64),
+    "hopper-9x3x64, pages of 128, splits in turn": (9, 3, 64, 128),
 }
-"""Query heads, KV heads, components of a head, and the page size."""
+"""Query heads, KV heads, components of a head, and the page size: both widths of a head with both kinds of splits."""
 _SPILLED = 144
 """Most bytes of a thread that wait in memory outside the loops over the KV, with Triton 3.9. Others have at most 32."""
 
 
-def hopper_launches(name: str, *, by_unit: bool) -> list[Launch]:
-    """by_unit: each split of the KV is a work unit. Then a second launch merges them."""
+def hopper_launches(name: str) -> list[Launch]:
+    """Where each split of the KV is a work unit, a second launch merges them."""
     num_heads, num_kv_heads, head_dim, page_size = SHAPES[name]
     fused = meta(TOKENS, num_heads + 2 * num_kv_heads, head_dim, dtype=torch.bfloat16)
     pool = meta(64 * page_size, num_kv_heads, head_dim, dtype=torch.bfloat16)
@@ -35,7 +35,7 @@ def hopper_launches(name: str, *, by_unit: bool) -> list[Launch]:
     out = meta(TOKENS, num_heads, head_dim, dtype=torch.bfloat16)
     with patch.object(module, "num_multiprocessors", lambda device: 132), recorded() as launches:
         group, tile = num_heads // num_kv_heads, HOPPER_TILE
-        if by_unit:
+        if name.endswith("as units"):
             work = query_split_map(meta(BATCH + 1), meta(BATCH), group, tile.block_m, tile.split, 1000)
         else:
             work = query_tile_map(meta(BATCH + 1), group, tile.block_m, TOKENS)
@@ -46,16 +46,12 @@ def hopper_launches(name: str, *, by_unit: bool) -> list[Launch]:
     return launches[1:]
 
 
-CASES: dict[str, Callable[[], list[Launch]]] = {
-    f"{name}, {way}": partial(hopper_launches, name, by_unit=way == "splits as units")
-    for name in SHAPES
-    for way in ("splits in turn", "splits as units")
-}
+CASES: dict[str, Callable[[], list[Launch]]] = {name: partial(hopper_launches, name) for name in SHAPES}
 
 
 def assert_overlaps(resources: Resources, name: str) -> None:
     """Checks that products run asynchronously in few batches, TMA copies whole tiles, and the loops spill nothing."""
-    *_, head_dim, page_size = SHAPES[name.rpartition(",")[0]]
+    *_, head_dim, page_size = SHAPES[name]
     counts: Any = resources.counts
     if resources.kernel == "extend_merge_kernel":
         assert_fits(resources, "sm_90")

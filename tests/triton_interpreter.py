@@ -111,6 +111,7 @@ def make_cheaper() -> None:
 
     _patch_the_language_once(interpreter)
     _find_overflows_in_numpy(interpreter)
+    _make_types_once(interpreter.tl.core)
     numpy_dtype, found = interpreter._get_np_dtype, {}
 
     def known_dtype(kind: Any) -> Any:
@@ -141,6 +142,33 @@ def _patch_the_language_once(interpreter: Any) -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
+
+
+def _make_types_once(core: Any) -> None:
+    """Makes one object of each block type, and computes the shape of a tensor once for each type.
+
+    Triton computes both anew for each operation. Nothing changes a type.
+    """
+    new_type, new_tensor = core.block_type.__init__, core.tensor.__init__
+    types: dict[tuple[Any, ...], Any] = {}
+
+    def one_of_its_kind(kind: Any, element_ty: Any, shape: Any) -> Any:
+        key = id(element_ty), *(getattr(size, "value", size) for size in shape)
+        if key not in types:
+            types[key] = object.__new__(kind)
+        return types[key]  # it refers to its element type, whose id so stays its own
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if not vars(self):
+            new_type(self, element_ty, shape)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if not hasattr(type, "fields_of_tensors"):
+            new_tensor(self, handle, type)
+            type.fields_of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
+        vars(self).update(type.fields_of_tensors, handle=handle)
+
+    core.block_type.__new__, core.block_type.__init__, core.tensor.__init__ = one_of_its_kind, init_type, init_tensor
 
 
 def _find_overflows_in_numpy(interpreter: Any) -> None:

@@ -1,6 +1,7 @@
 """The tests' kernels compiled by each Triton that a supported torch brings.
 
-As a program it compiles CASES with the Triton that it finds, and prints {case: [resources of each kernel]} as JSON.
+As a program it compiles the named cases with the Triton that it finds, and prints {case: [resources of each kernel]} as
+JSON.
 `compiled_with` runs it with a Triton that `scripts/setup --tritons` has installed beside the environment's own.
 """
 
@@ -26,6 +27,7 @@ import compiled_others
 import pytest
 import triton
 from sass import InstructionCounts
+from some_cases import crossed
 from triton_aot import Launch, Resources, compile_launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +42,12 @@ CASES: dict[str, Callable[[], list[Launch]]] = (
     | compiled_hopper.CASES
     | compiled_lora.CASES
 )
+OTHERS = [version for version in TRITONS if version != triton.__version__]
+"""The environment's own Triton compiles in test_compile_*.py."""
+_SERIALISED = [case for case in CASES if case.startswith("extend-")]
+"""Attention of prompts, whose asynchronous products a compiler has serialised before."""
+WITH_OTHERS = sorted({*crossed(_SERIALISED, OTHERS, each=len(OTHERS)), *crossed(list(CASES), OTHERS, each=1)})
+"""Cases with the Tritons that compile them. A usual run compiles most of them with one (some_cases.py)."""
 
 
 def run_tests_with(version: str, *chosen: str) -> None:
@@ -54,9 +62,10 @@ def run_tests_with(version: str, *chosen: str) -> None:
 
 @cache
 def compiled_with(version: str) -> dict[str, list[Resources]]:
-    """The resources of every case's kernels, compiled in one process. Skips the calling test without this Triton."""
+    """The resources of its cases' kernels, compiled in one process. Skips the calling test without this Triton."""
+    names = [case for case, compiler in WITH_OTHERS if compiler == version]
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__], env=_environment(version), capture_output=True, text=True
+        [sys.executable, "-W", "ignore", __file__, *names], env=_environment(version), capture_output=True, text=True
     )
     if ran.returncode:
         raise AssertionError(ran.stdout[-5_000:] + ran.stderr[-10_000:])
@@ -75,16 +84,24 @@ def _environment(version: str) -> dict[str, str]:
 
 
 def _resources(fields: dict[str, Any]) -> Resources:
-    return Resources(**fields | {"counts": InstructionCounts(**fields["counts"])})
+    counts = InstructionCounts(**fields.pop("counts"))
+    return Resources(**fields, read_counts=lambda: counts)
+
+
+def _fields(resources: Resources) -> dict[str, Any]:
+    assert resources.counts is not None
+    fields = {field.name: getattr(resources, field.name) for field in dataclasses.fields(resources)}
+    del fields["read_counts"]
+    return fields | {"counts": dataclasses.asdict(resources.counts)}
 
 
 def main() -> None:
     found: dict[str, object] = {"version": triton.__version__}
-    for name, launches in CASES.items():
-        compiled = [compile_launch(launch, "sm_90") for launch in launches()]
+    for name in sys.argv[1:]:
+        compiled = [compile_launch(launch, "sm_90") for launch in CASES[name]()]
         if name not in compiled_others.CASES:  # the assembly of attention is large, and only its counts are tested
             compiled = [dataclasses.replace(resources, assembly="") for resources in compiled]
-        found[name] = [dataclasses.asdict(resources) for resources in compiled]
+        found[name] = [_fields(resources) for resources in compiled]
     sys.stdout.write(json.dumps(found) + "\n")
 
 

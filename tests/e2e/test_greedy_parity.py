@@ -11,6 +11,7 @@ import pytest
 import torch
 from default_model import generate, is_greedy, model_path, prompts
 from runners import make_settings
+from some_cases import crossed
 
 from fakes import FakeInbox, FakeOutbox
 from tercet.managers.scheduler import InFlight
@@ -98,22 +99,23 @@ def test_alone(expected: list[list[int]]) -> None:
         assert expected[index] == generate(PROMPTS[index], NEW_TOKENS)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"chunked_prefill_size": 16, "page_size": 1},
-        {"chunked_prefill_size": 64, "page_size": 4, "disable_overlap_schedule": True},
-        {"chunked_prefill_size": 512, "page_size": 16, "schedule_policy": "fcfs"},
-        {"chunked_prefill_size": 64, "page_size": 16, "disable_radix_cache": True, "disable_overlap_schedule": True},
-        {"chunked_prefill_size": 512, "page_size": 1, "enable_mixed_chunk": True},
-    ],
-    ids=str,
-)
-def test_in_batches(settings: dict[str, Any], expected: list[list[int]]) -> None:
+SETTINGS: list[dict[str, Any]] = [
+    {"chunked_prefill_size": 16, "page_size": 1},
+    {"chunked_prefill_size": 64, "page_size": 4, "disable_overlap_schedule": True},
+    {"chunked_prefill_size": 512, "page_size": 16, "schedule_policy": "fcfs"},
+    {"chunked_prefill_size": 64, "page_size": 16, "disable_radix_cache": True, "disable_overlap_schedule": True},
+    {"chunked_prefill_size": 512, "page_size": 1, "enable_mixed_chunk": True},
+]
+
+
+@pytest.mark.parametrize(("settings", "half"), crossed(SETTINGS, [0, 1], each=1), ids=str)
+def test_in_batches(settings: dict[str, Any], half: int, expected: list[list[int]]) -> None:
+    """Every other prompt."""
     engine = InProcessEngine(**settings)
-    assert engine.generate(PROMPTS) == expected
+    chosen = slice(half % NUM_PROMPTS, None, 2)
+    assert engine.generate(PROMPTS[chosen]) == expected[chosen]
     if not settings.get("disable_radix_cache"):
-        few = slice(0, NUM_PROMPTS, 7)
+        few = slice(half % NUM_PROMPTS, None, 14)
         assert engine.generate(PROMPTS[few]) == expected[few], "from the cache"
 
 

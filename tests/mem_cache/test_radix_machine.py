@@ -26,7 +26,7 @@ from tercet.mem_cache.radix_cache import RadixCache
 
 NAMESPACES = ["", "a", "b"]
 PLAY_STEPS = 200
-NUM_CASES = int(os.environ.get("TERCET_STEPS", "70000")) // PLAY_STEPS
+NUM_CASES = int(os.environ.get("TERCET_STEPS", "40000")) // PLAY_STEPS
 
 
 def i32(values: object) -> np.ndarray:

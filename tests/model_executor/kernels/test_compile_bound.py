@@ -29,7 +29,7 @@ from triton import knobs
 from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 from triton_interpreter import examples
-from tritons import TRITONS, run_tests_with
+from tritons import OTHERS, run_tests_with
 
 from tercet.model_executor.attention.hopper_backend import HopperAttentionBackend
 from tercet.model_executor.kernels import bound as module
@@ -52,7 +52,6 @@ LLAMA = ModelConfig(
     context_len=96,
     sliding_windows=(None, None),
 )
-OTHERS = [version for version in TRITONS if version != triton.__version__]
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["loose_ptr"])

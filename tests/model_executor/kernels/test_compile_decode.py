@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import pytest
 from compiled_attention import decode_launches, fused_launches, launch_decode
 from serving_shapes import SHAPES, Shape
+from some_cases import crossed
 from triton.runtime.jit import JITFunction
 from triton_aot import (
-    TARGETS,
     Resources,
     assert_fits,
     assert_one_look_up,
     assert_overlaps,
     assert_plan_holds,
     compile_launch,
+    on_targets,
 )
 
 from tercet.model_executor.kernels import decode_attention
@@ -40,15 +41,13 @@ def check(arch: str, shape: Shape, *, mixed: bool) -> None:
             assert_plan_holds(resources, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_decode(arch: str, shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "arch"), on_targets(SHAPES), ids=str)
+def test_decode(shape: Shape, arch: str) -> None:
     check(arch, shape, mixed=False)
 
 
-@pytest.mark.parametrize("shape", MIXED, ids=str)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_decode_in_a_step_with_prompts(arch: str, shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "arch"), on_targets(MIXED), ids=str)
+def test_decode_in_a_step_with_prompts(shape: Shape, arch: str) -> None:
     check(arch, shape, mixed=True)
 
 
@@ -59,15 +58,13 @@ def check_in_pages(resources: Resources, shape: Shape) -> None:
     assert_one_look_up(resources)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("shape", IN_PAGES, ids=str)
+@pytest.mark.parametrize(("shape", "mixed"), crossed(IN_PAGES, [False, True], each=1), ids=str)
 def test_decode_in_pages(shape: Shape, mixed: bool) -> None:
     split, _ = decode_launches(shape, "sm_90", mixed=mixed, page_size=64)
     check_in_pages(compile_launch(split, "sm_90"), shape)
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("shape", IN_PAGES, ids=str)
+@pytest.mark.parametrize(("shape", "norm"), crossed(IN_PAGES, [False, True], each=1), ids=str)
 def test_decode_in_one_kernel_in_pages(shape: Shape, norm: bool) -> None:
     (launch,) = fused_launches(shape, "sm_90", norm=norm, page_size=64)
     check_in_pages(compile_launch(launch, "sm_90"), shape)
@@ -97,9 +94,8 @@ FUSED = {
 """Shapes of decode attention in one kernel, with a norm of heads or without."""
 
 
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_decode_in_one_kernel(arch: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "arch"), on_targets(FUSED))
+def test_decode_in_one_kernel(name: str, arch: str) -> None:
     shape = next(shape for shape in SHAPES if str(shape) == name)
     (launch,) = fused_launches(shape, arch, norm=FUSED[name])
     resources = compile_launch(launch, arch)

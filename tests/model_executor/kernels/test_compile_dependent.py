@@ -27,19 +27,16 @@ def test_dependent_kernels_wait_before_they_read(case: str) -> None:
 
 
 def without_waiting(resources: Resources) -> Resources:
-    assert resources.counts is not None
-    return dataclasses.replace(resources, counts=dataclasses.replace(resources.counts, before_wait=None))
+    return resources.with_counts(before_wait=None)
 
 
 def reading_too_early(resources: Resources) -> Resources:
     assert resources.counts is not None and resources.counts.before_wait is not None
-    early = [*resources.counts.before_wait, "LDG.E"]
-    return dataclasses.replace(resources, counts=dataclasses.replace(resources.counts, before_wait=early))
+    return resources.with_counts(before_wait=[*resources.counts.before_wait, "LDG.E"])
 
 
 def starting_the_next_too_early(resources: Resources) -> Resources:
-    assert resources.counts is not None
-    return dataclasses.replace(resources, counts=dataclasses.replace(resources.counts, copies_after_start=1))
+    return resources.with_counts(copies_after_start=1)
 
 
 @pytest.mark.parametrize("broken", [without_waiting, reading_too_early, starting_the_next_too_early])

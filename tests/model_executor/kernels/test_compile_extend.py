@@ -8,7 +8,8 @@ import pytest
 import torch
 from compiled_attention import SPLITS, extend_launches
 from serving_shapes import SHAPES, Shape
-from triton_aot import TARGETS, assert_fits, assert_one_look_up, assert_overlaps, compile_launch
+from some_cases import crossed
+from triton_aot import TARGETS, assert_fits, assert_one_look_up, assert_overlaps, compile_launch, on_targets
 
 from tercet.model_executor.kernels.tuning import ExtendTile, extend_tile
 
@@ -41,21 +42,18 @@ def check(arch: str, shape: Shape, splits: str, page_size: int = 1) -> None:
         assert_one_look_up(resources)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_extend(arch: str, shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "arch"), on_targets(SHAPES), ids=str)
+def test_extend(shape: Shape, arch: str) -> None:
     check(arch, shape, "one split")
 
 
 # The splits that are units take the code of one split, and merge in a kernel of their own.
-@pytest.mark.parametrize("shape", LONG, ids=str)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_extend_of_long_requests(arch: str, shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "arch"), on_targets(LONG), ids=str)
+def test_extend_of_long_requests(shape: Shape, arch: str) -> None:
     check(arch, shape, "splits in turn")
 
 
-@pytest.mark.parametrize("splits", SPLITS[:2])
-@pytest.mark.parametrize("shape", IN_PAGES, ids=str)
+@pytest.mark.parametrize(("shape", "splits"), crossed(IN_PAGES, SPLITS[:2], each=1), ids=str)
 def test_extend_in_pages(shape: Shape, splits: str) -> None:
     check("sm_90", shape, splits, page_size=64)
 

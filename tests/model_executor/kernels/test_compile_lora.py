@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compiled_lora import CASES, LAYERS, ROWS, assert_adds_adapters, lora_launches
-from triton_aot import TARGETS, Resources, assert_fits, compile_launch, what_is_compiled
+from triton_aot import Resources, assert_fits, compile_launch, on_targets, what_is_compiled
 
 from tercet.model_executor.kernels import lora
 
@@ -21,21 +21,22 @@ def compiled(layer: str, rows: str, rank: int, arch: str, dtype: torch.dtype = t
     return [compile_launch(launch, arch) for launch in lora_launches(layer, ROWS[rows], rank, arch, dtype)]
 
 
+COMPILED = [
+    ("qkv-4096", 16, torch.bfloat16),
+    ("gate_up-4096", 64, torch.bfloat16),
+    ("down-14336", 128, torch.bfloat16),
+    ("qkv-576", 8, torch.float16),
+    ("qkv-576", 20, torch.bfloat16),
+    ("gate_up-4096", 64, torch.float32),
+]
+"""Layers, ranks and types of numbers."""
+
+
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    ("layer", "rank", "dtype"),
-    [
-        ("qkv-4096", 16, torch.bfloat16),
-        ("gate_up-4096", 64, torch.bfloat16),
-        ("down-14336", 128, torch.bfloat16),
-        ("qkv-576", 8, torch.float16),
-        ("qkv-576", 20, torch.bfloat16),
-        ("gate_up-4096", 64, torch.float32),
-    ],
-)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_compiles_and_fits(arch: str, layer: str, rank: int, dtype: torch.dtype, rows: str) -> None:
-    for resources in compiled(layer, rows, rank, arch, dtype):
+@pytest.mark.parametrize(("layer", "arch"), on_targets(COMPILED), ids=str)
+def test_compiles_and_fits(layer: tuple[str, int, torch.dtype], arch: str, rows: str) -> None:
+    name, rank, dtype = layer
+    for resources in compiled(name, rows, rank, arch, dtype):
         assert_fits(resources, arch)
         assert not resources.spilled
 

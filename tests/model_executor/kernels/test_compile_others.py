@@ -11,14 +11,13 @@ import pytest
 from compiled_attention import fused_launches
 from compiled_others import CALLS, CASES, assert_computes_as_meant, launches_of
 from serving_shapes import SHAPES
-from triton_aot import TARGETS, assert_fits, compile_launch
+from triton_aot import TARGETS, assert_fits, compile_launch, on_targets
 
 from tercet.model_executor.kernels.tuning import decode_tile
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_compiles_and_fits(arch: str, call: str) -> None:
+@pytest.mark.parametrize(("call", "arch"), on_targets(CALLS))
+def test_compiles_and_fits(call: str, arch: str) -> None:
     launches = launches_of(call, arch)
     assert launches
     for launch in launches:

@@ -6,7 +6,7 @@ one of them overlaps, another may serialise. So the machine code is read, not th
 
 from __future__ import annotations
 
-import dataclasses
+from types import ModuleType
 
 import compiled_attention
 import compiled_dependent
@@ -16,21 +16,21 @@ import compiled_hopper
 import compiled_lora
 import compiled_others
 import pytest
-import triton
 from compiled_attention import extend_launches, page_size_of, shape_of
 from serving_shapes import SHAPES
 from triton_aot import assert_fits, assert_one_look_up, assert_overlaps, assert_plan_holds, compile_launch
-from tritons import TRITONS, compiled_with
+from tritons import WITH_OTHERS, compiled_with
 
-pytestmark = pytest.mark.timeout(1500)  # the first test of a Triton compiles every case
-
-OTHERS = [version for version in TRITONS if version != triton.__version__]
-"""The environment's own Triton compiles in the other test_compile_*.py."""
+pytestmark = pytest.mark.timeout(1500)  # the first test of a Triton compiles all of its cases
 
 
-@pytest.mark.parametrize("case", compiled_attention.CASES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_products_and_copies_are_asynchronous(version: str, case: str) -> None:
+def of(module: ModuleType) -> list[tuple[str, str]]:
+    """The cases of a module, with the Tritons that compile them."""
+    return [(case, version) for case, version in WITH_OTHERS if case in module.CASES]
+
+
+@pytest.mark.parametrize(("case", "version"), of(compiled_attention))
+def test_products_and_copies_are_asynchronous(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         assert_overlaps(resources)
@@ -39,48 +39,42 @@ def test_products_and_copies_are_asynchronous(version: str, case: str) -> None:
             assert_one_look_up(resources)
 
 
-@pytest.mark.parametrize("case", compiled_fp8.CASES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_fp8_products_are_asynchronous(version: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "version"), of(compiled_fp8))
+def test_fp8_products_are_asynchronous(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_fp8.assert_multiplies_fp8(resources)
 
 
-@pytest.mark.parametrize("case", compiled_experts.CASES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_products_of_grouped_rows_are_asynchronous(version: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "version"), of(compiled_experts))
+def test_products_of_grouped_rows_are_asynchronous(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_experts.assert_multiplies_grouped_rows(resources)
 
 
-@pytest.mark.parametrize("case", compiled_others.CASES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_the_other_kernels_compute_as_meant(version: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "version"), of(compiled_others))
+def test_the_other_kernels_compute_as_meant(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_others.assert_computes_as_meant(resources)
 
 
-@pytest.mark.parametrize("case", compiled_lora.CASES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_adapters_are_copied_ahead(version: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "version"), of(compiled_lora))
+def test_adapters_are_copied_ahead(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_lora.assert_adds_adapters(resources)
 
 
-@pytest.mark.parametrize("case", compiled_hopper.CASES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_attention_for_hopper_overlaps(version: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "version"), of(compiled_hopper))
+def test_attention_for_hopper_overlaps(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         compiled_hopper.assert_overlaps(resources, case)
 
 
-@pytest.mark.parametrize("case", compiled_dependent.CASES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_dependent_kernels_wait_before_they_read(version: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "version"), of(compiled_dependent))
+def test_dependent_kernels_wait_before_they_read(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_dependent.assert_waits_first(resources)
@@ -93,8 +87,8 @@ def test_serialised_and_synchronous_products_are_seen() -> None:
     assert_overlaps(resources)
     assert resources.counts is not None
     num = resources.counts.wgmma
-    serialised = dataclasses.replace(resources.counts, wgmma_batches=num, wgmma_waits=num)
-    synchronous = dataclasses.replace(resources.counts, wgmma=0, wgmma_batches=0, wgmma_waits=0, mma=4 * num)
-    for counts in (serialised, synchronous):
+    serialised = {"wgmma_batches": num, "wgmma_waits": num}
+    synchronous = {"wgmma": 0, "wgmma_batches": 0, "wgmma_waits": 0, "mma": 4 * num}
+    for changed in (serialised, synchronous):
         with pytest.raises(AssertionError):
-            assert_overlaps(dataclasses.replace(resources, counts=counts))
+            assert_overlaps(resources.with_counts(**changed))

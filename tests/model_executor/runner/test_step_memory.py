@@ -17,6 +17,7 @@ from patience import PATIENCE_S
 from peak_memory import peak_bytes
 from runner_driver import RunnerDriver
 from runners import make_runner, make_settings
+from some_cases import crossed
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_extension
@@ -57,6 +58,9 @@ SHAPES = {
     "heads of gemma": GEMMA | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
 }
 
+NUMBERS = [("float32", None), ("bfloat16", None), ("float16", None), ("bfloat16", "int8")]
+"""Types of numbers, and quantizations."""
+
 
 def measured_and_kept(runner, step, *, quantized, lora=None):
     """The bytes that a step takes at its peak, and those that are kept for it."""
@@ -82,11 +86,9 @@ def measured_and_kept(runner, step, *, quantized, lora=None):
 
 
 @pytest.mark.usefixtures("each_cpu_choice")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float16", None), ("bfloat16", "int8")]
-)
-def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
+@pytest.mark.parametrize(("shape", "numbers"), crossed(list(SHAPES), NUMBERS, each=2))
+def test_the_largest_step_takes_what_is_kept_for_it(shape, numbers):
+    dtype, quantization = numbers
     if quantization is not None and cpu_extension.load() is None:
         pytest.skip("only compiled operations compute with such weights")
     config = replace(CONFIG, **SHAPES[shape])
@@ -100,11 +102,9 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
 
 
 @pytest.mark.usefixtures("each_cpu_choice")
-@pytest.mark.parametrize("shape", ["deep", "heads", "gemma"])
-@pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float16", None), ("bfloat16", "int8")]
-)
-def test_the_largest_step_with_adapters_takes_what_is_kept_for_it(shape, dtype, quantization, tmp_path):
+@pytest.mark.parametrize(("shape", "numbers"), crossed(["deep", "heads", "gemma", "usual"], NUMBERS, each=1))
+def test_the_largest_step_with_adapters_takes_what_is_kept_for_it(shape, numbers, tmp_path):
+    dtype, quantization = numbers
     if quantization is not None and cpu_extension.load() is None:
         pytest.skip("only compiled operations compute with such weights")
     config, lora = replace(CONFIG, **SHAPES[shape]), LoraSize(2, 32)
