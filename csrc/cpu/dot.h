@@ -27,6 +27,8 @@ struct Dot<float> {
   using Sums = Floats;
   static constexpr int64_t kPerWord = 1;
   static constexpr int kParts = 1;
+  /// The words of kLanes columns.
+  static Words load_side(const float* words, int) { return load_floats(words); }
   static void load(const float* words, int, Words& left, Words& right) {
     left = load_floats(words);
     right = load_floats(words + kLanes);
@@ -46,12 +48,14 @@ struct WidenedDot {
   using Sums = Floats;
   static constexpr int64_t kPerWord = 2;
   static constexpr int kParts = 2;
-  static void load(const at::BFloat16* words, int part, Words& left, Words& right) {
+  static Words load_side(const at::BFloat16* words, int part) {
     Bits bits;
     std::memcpy(&bits, words, sizeof(bits));
-    left = widen(bits, part);
-    std::memcpy(&bits, words + kLanes * kPerWord, sizeof(bits));
-    right = widen(bits, part);
+    return widen(bits, part);
+  }
+  static void load(const at::BFloat16* words, int part, Words& left, Words& right) {
+    left = load_side(words, part);
+    right = load_side(words + kLanes * kPerWord, part);
   }
   static Words broadcast(const float* word, int part) { return broadcast_float(word[part]); }
   static Words broadcast(const at::BFloat16* word, int part) {

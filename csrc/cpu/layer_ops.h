@@ -179,20 +179,6 @@ inline Tensor linear_argmax_op(const Tensor& x, const Tensor& packed, const opti
   return tokens;
 }
 
-inline Tensor gated_linear_op(
-    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, std::string_view activation) {
-  const auto out = empty_result({x.size(0), n}, x.options());
-  with_weight(x, packed, bias, 2 * round_up(n, kLanes), [&]<typename T>(T, const auto* numbers, const auto& weight) {
-    const auto next = next_weight(weight, ceil_div(n, kLanes));
-    with_activation(activation, [&]<typename Activation>(Activation) {
-      run_or_record(x.size(0), [=, out = out.template data_ptr<T>()](int64_t rows) {
-        gated_linear<Activation>(numbers, rows, weight, *next, n, out);
-      });
-    });
-  });
-  return out;
-}
-
 /// The rows of x with these indices. While a graph records, all operations from here on are on selected rows.
 inline Tensor select_rows_op(const Tensor& x, const Tensor& indices) {
   const int64_t rows = x.size(0), n = x.size(1), row_bytes = n * x.element_size();
@@ -328,26 +314,6 @@ inline Tensor quantized_linear_argmax_op(
           const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
         linear_argmax(x, rows, weight, next, n, tokens);
       });
-  return out;
-}
-
-inline Tensor quantized_gated_linear_op(
-    const Tensor& x,
-    const Tensor& packed,
-    const optional<Tensor>& bias,
-    int64_t n,
-    int64_t bits,
-    std::string_view activation) {
-  const auto out = empty_result({x.size(0), n}, x.options());
-  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
-    with_activation(activation, [&]<typename Activation>(Activation) {
-      with_quantized(
-          x, packed, bias, 2 * round_up(n, kLanes), bits,
-          [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
-            gated_linear<Activation>(x, rows, weight, next, n, out);
-          });
-    });
-  });
   return out;
 }
 

@@ -6,6 +6,7 @@
 
 #include "activation.h"
 #include "dot.h"
+#include "gate_parts.h"
 #include "norm.h"
 #include "thread_pool.h"
 #include "tuning.h"
@@ -24,9 +25,6 @@ struct Chunk {
   int64_t begin, end;
   int64_t size() const { return end - begin; }
 };
-
-/// The sums of a row with the columns of a panel.
-using RowSums = Floats[2];
 
 /// Adds sums of a piece to those in memory, or, without kAdd, overwrites them.
 template <bool kAdd, int kSums>
@@ -199,6 +197,7 @@ void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Ru
     RowSums sums[kRows * panels];
     const auto opened = weight.open(panel, all, kRows, Prefetch{});
     weight.template multiply<kRows, panels>(x, first, all, opened, sums, NoPrefetch());
+    for (int64_t p = 0; p < panels; ++p) add_parts(store, first, kRows, panel + p, sums + p, panels);
     for (int64_t r = 0; r < kRows; ++r)
       for (int64_t p = 0; p < panels; ++p) store_sums(weight, first + r, panel + p, sums[r * panels + p], store);
   });
@@ -225,8 +224,10 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
         const Prefetch prefetch{next_chunk + bytes_per_row * at, parts_per_word * piece / 256};
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
         // Each piece on its own: the stores of a whole block at once would wait for their cache lines.
-        if (chunk.end == weight.k)
+        if (chunk.end == weight.k) {
+          add_parts(store, first + at, piece, panel, sums + at);
           for (int64_t r = at; r < at + piece; ++r) store_sums(weight, first + r, panel, sums[r], store);
+        }
       });
     }
   }
@@ -307,16 +308,31 @@ struct StoreGated {
   void prefetch(int64_t row, int64_t panel) const { prefetch_to_write(out + row * n + panel * kLanes); }
 };
 
+/// StoreGated for sums to which `multiply` adds parts first, if there are any.
+template <typename Out, typename Activation>
+struct StoreGatedSums : StoreGated<Out, Activation> {
+  const GateParts* parts;
+
+  const StoreGatedSums& for_item() const { return *this; }
+};
+
 /// x [rows, k] -> out [rows, n]
 template <typename X, typename Weight, typename Out>
 void linear(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
   multiply(x, rows, weight, ceil_div(n, kPanel), next, StoreSums<Out>{out, n});
 }
 
-/// x [rows, k] -> activation(x @ gate.T) * (x @ up.T) [rows, n]
+/// x [rows, k] -> activation(x @ gate.T) * (x @ up.T) [rows, n]. parts: added to both products, or nullptr.
 template <typename Activation, typename X, typename Weight, typename Out>
-void gated_linear(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
-  multiply(x, rows, weight, ceil_div(n, kLanes), next, StoreGated<Out, Activation>{out, n});
+void gated_linear(
+    const X& x,
+    int64_t rows,
+    const Weight& weight,
+    const NextWeight& next,
+    int64_t n,
+    Out* out,
+    const GateParts* parts) {
+  multiply(x, rows, weight, ceil_div(n, kLanes), next, StoreGatedSums<Out, Activation>{{out, n}, parts});
 }
 
 /// x [rows, k] as floats

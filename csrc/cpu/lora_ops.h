@@ -1,102 +1,126 @@
 // The operations of LoRA adapters, as torch calls them.
 #pragma once
 
-#include <string_view>
+#include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
-#include "layer_ops.h"
+#include "graph.h"
 #include "lora.h"
+#include "op_checks.h"
 
 namespace tercet {
 
+/// adapters: int32 [rows], 0 for none. ranks: int64 [slots + 1].
+inline RowAdapters row_adapters(const Tensor& adapters, const Tensor& ranks, int64_t rows, int64_t slots) {
+  check(adapters, "adapters", at::kInt, {rows});
+  check(ranks, "ranks", at::kLong, {slots + 1});
+  return {adapters.const_data_ptr<int32_t>(), ranks.const_data_ptr<int64_t>(), slots};
+}
+
 template <typename T>
-LoraTables<T> lora_tables(
-    const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& ranks, std::vector<int64_t> rows) {
-  constexpr int64_t kPerWord = LoraTables<T>::kPerWord;
-  const int64_t slots = a.size(0), k = x.size(1), rank = b.size(2) * kPerWord;
+LoraB<T> lora_b(const Tensor& b, std::vector<int64_t> rows) {
+  constexpr int64_t kPerWord = LoraB<T>::kPerWord;
+  const int64_t rank = b.size(2) * kPerWord;
   int64_t panels = 0;
   for (const int64_t count : rows) {
     TORCH_CHECK(count > 0, "rows must be positive, got ", count);
     panels += ceil_div(count, kPanel);
   }
-  const int64_t a_panels = ceil_div(static_cast<int64_t>(rows.size()) * rank, kPanel);
-  TORCH_CHECK(k > 0 && k % kPerWord == 0 && rank > 0, "x must have whole words, and the tables must have a rank");
-  check(a, "a", a.scalar_type(), {slots, a_panels, k / kPerWord, kPanel, kPerWord});
-  check(b, "b", a.scalar_type(), {slots, panels, rank / kPerWord, kPanel, kPerWord});
-  check(ranks, "ranks", at::kLong, {slots + 1});
-  return {
-      a.const_data_ptr<T>(), b.const_data_ptr<T>(), ranks.const_data_ptr<int64_t>(), slots, k, rank, a_panels, panels,
-      std::move(rows)};
+  TORCH_CHECK(rank > 0, "b must have a rank");
+  check(b, "b", c10::CppTypeToScalarType<T>::value, {b.size(0), panels, b.size(2), kPanel, kPerWord});
+  return {b.const_data_ptr<T>(), panels, rank, std::move(rows)};
 }
 
-/// Calls f(T(), numbers of x) with the type of the tables. Numbers of another type than T are widened to float.
+/// Calls f(T(), numbers of x, widen) with the type of the tables, T. If x has another type, the numbers are floats in a
+/// tensor that this call may record, and widen(rows) sets them.
 template <typename F>
 void with_lora_types(const Tensor& x, const Tensor& a, const F& f) {
+  const auto nothing = [](int64_t) {};
   if (a.scalar_type() == at::kBFloat16) {
-    f(at::BFloat16(), x.const_data_ptr<at::BFloat16>());
+    f(at::BFloat16(), x.const_data_ptr<at::BFloat16>(), nothing);
     return;
   }
   TORCH_CHECK(a.scalar_type() == at::kFloat, "a must be float or bfloat16, got ", a.scalar_type());
   TERCET_ANY_FLOAT(x.scalar_type(), [&] {
-    if constexpr (std::is_same_v<scalar_t, float>)
-      f(float(), x.const_data_ptr<float>());
-    else
-      f(float(), widened_rows<scalar_t>(x).template const_data_ptr<float>());
+    const auto* numbers = x.const_data_ptr<scalar_t>();
+    if constexpr (std::is_same_v<scalar_t, float>) {
+      f(float(), numbers, nothing);
+    } else {
+      const Tensor floats = empty_result(x.sizes(), x.options().dtype(at::kFloat));
+      float* to = floats.template data_ptr<float>();
+      const int64_t k = x.size(1);
+      f(float(), static_cast<const float*>(to), [=](int64_t rows) { widen_rows(numbers, rows, k, to); });
+    }
   });
 }
 
-/// out [T, n] += B (A x) of each row's adapter, in place. x [T, k]; adapters: int32 [T], 0 for none. a, b, ranks: see
-/// LoraTables. `rows`: those of each B. out has the type of x or is float.
-inline void add_lora_op(
-    const Tensor& x,
+/// A x of each row's adapter, float [T, width]. x [T, k]; a: see LoraA; `matrices`: how many are stacked. Rows without an
+/// adapter are not set.
+inline Tensor shrink_lora_op(
+    const Tensor& x, const Tensor& a, const Tensor& ranks, const Tensor& adapters, int64_t matrices) {
+  const int64_t count = x.size(0), k = x.size(1), per_word = 4 / a.element_size();
+  check(x, "x", x.scalar_type(), {count, k});
+  TORCH_CHECK(k > 0 && k % per_word == 0 && matrices > 0, "x must have whole words, and there must be matrices");
+  check(a, "a", a.scalar_type(), {a.size(0), a.size(1), k / per_word, kPanel, per_word});
+  const RowAdapters of_rows = row_adapters(adapters, ranks, count, a.size(0));
+  const Tensor out = empty_result({count, a.size(1) * kPanel}, x.options().dtype(at::kFloat));
+  with_lora_types(x, a, [&]<typename T>(T, const T* numbers, const auto& widen) {
+    const LoraA<T> matrices_a{a.const_data_ptr<T>(), a.size(1), k, matrices};
+    run_or_record(count, [=, to = out.template data_ptr<float>()](int64_t rows) {
+      if (!have_adapters(of_rows, rows, matrices_a.max_rank(), LoraA<T>::kPerWord)) return;
+      widen(rows);
+      shrink_rows(numbers, of_rows, rows, matrices_a, to);
+    });
+  });
+  return out;
+}
+
+/// out [T, n] += B of each row of `shrunk`, the result of shrink_lora, in place. b: see LoraB. `rows`: those of each B.
+inline void expand_lora_op(
+    const Tensor& shrunk,
     const Tensor& out,
-    const Tensor& a,
     const Tensor& b,
     const Tensor& ranks,
     const Tensor& adapters,
     std::vector<int64_t> rows) {
-  const int64_t count = x.size(0);
-  int64_t n = 0;
-  for (const int64_t rows_of_part : rows) n += rows_of_part;
-  check(x, "x", x.scalar_type(), {count, x.size(1)});
-  check(out, "out", out.scalar_type() == at::kFloat ? at::kFloat : x.scalar_type(), {count, n});
-  check(adapters, "adapters", at::kInt, {count});
-  with_lora_types(x, a, [&]<typename T>(T, const auto* numbers) {
-    const auto tables = lora_tables<T>(x, a, b, ranks, rows);
-    const Tensor between = empty_result({count, tables.width()}, x.options().dtype(at::kFloat));
+  const int64_t count = out.size(0), width = shrunk.size(1), n = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  const auto matrices = static_cast<int64_t>(rows.size());
+  check(shrunk, "shrunk", at::kFloat, {count, width});
+  check(out, "out", out.scalar_type(), {count, n});
+  const RowAdapters of_rows = row_adapters(adapters, ranks, count, b.size(0));
+  TERCET_DOT_FLOAT(b.scalar_type(), [&] {
+    using T = scalar_t;
+    const auto matrices_b = lora_b<T>(b, rows);
+    const int64_t max_rank = std::min(matrices_b.max_rank, width / matrices);
     TERCET_ANY_FLOAT(out.scalar_type(), [&] {
       run_or_record(
           count,
-          [=, adapters = adapters.const_data_ptr<int32_t>(), between = between.template data_ptr<float>(),
-           to = out.template data_ptr<scalar_t>()](int64_t num_rows) {
-            const auto blocks = lora_blocks(adapters, num_rows, tables);
-            shrink_rows(numbers, blocks, tables, between);
-            expand_rows(between, blocks, tables, n, to);
+          [=, shrunk = shrunk.const_data_ptr<float>(), to = out.data_ptr<scalar_t>()](int64_t num_rows) {
+            if (have_adapters(of_rows, num_rows, max_rank, LoraB<T>::kPerWord))
+              expand_rows(shrunk, width, of_rows, num_rows, matrices_b, n, to);
           });
     });
   });
 }
 
-/// activation(gate) * up [T, n] of gate_up [T, 2 * n]: float, or of the type of the result.
-inline Tensor gated_activation_op(const Tensor& gate_up, at::ScalarType dtype, std::string_view activation) {
-  const int64_t rows = gate_up.size(0), n = gate_up.size(1) / 2;
-  check(gate_up, "gate_up", gate_up.scalar_type() == at::kFloat ? at::kFloat : dtype, {rows, 2 * n});
-  const auto out = empty_result({rows, n}, gate_up.options().dtype(dtype));
-  with_activation(activation, [&]<typename Activation>(Activation) {
-    TERCET_ANY_FLOAT(dtype, [&] {
-      const auto call = [&](const auto* from) {
-        run_or_record(rows, [=, to = out.template data_ptr<scalar_t>()](int64_t count) {
-          activate_gates<Activation>(from, count, n, to);
-        });
-      };
-      if (gate_up.scalar_type() == at::kFloat)
-        call(gate_up.const_data_ptr<float>());
-      else
-        call(gate_up.const_data_ptr<scalar_t>());
-    });
+/// What adapters add to a gate and up projection of n columns each. `lora`: none, or the result of shrink_lora, b, ranks
+/// and adapters. A recorded step holds it.
+inline std::shared_ptr<const GateParts> lora_gates(
+    const optional<std::vector<Tensor>>& lora, int64_t rows, int64_t n) {
+  if (!lora) return nullptr;
+  TORCH_CHECK(lora->size() == 4, "lora must have four tensors, got ", lora->size());
+  const Tensor &shrunk = (*lora)[0], &b = (*lora)[1];
+  const int64_t width = shrunk.size(1);
+  check(shrunk, "shrunk", at::kFloat, {rows, width});
+  const RowAdapters of_rows = row_adapters((*lora)[3], (*lora)[2], rows, b.size(0));
+  std::shared_ptr<const GateParts> gates;
+  TERCET_DOT_FLOAT(b.scalar_type(), [&] {
+    gates = std::make_shared<LoraGates<scalar_t>>(
+        shrunk.const_data_ptr<float>(), width, of_rows, lora_b<scalar_t>(b, {n, n}));
   });
-  return out;
+  return gates;
 }
 
 }  // namespace tercet

@@ -14,6 +14,7 @@
 
 #include "activation.h"
 #include "graph.h"
+#include "lora_ops.h"
 #include "op_checks.h"
 
 namespace tercet {
@@ -51,11 +52,10 @@ struct OneDnnWeight {
   /// One for each part, or none.
   std::vector<Tensor> biases;
   int64_t k;
-  /// Of a gated layer; "": the layer is not gated; "none": its result has both halves, gate and up.
+  /// Of a gated layer; "": the layer is not gated.
   std::string activation;
 
   bool is_gated() const { return !activation.empty(); }
-  bool has_both_halves() const { return activation == "none"; }
   /// Columns of the result that a part computes.
   int64_t columns(size_t part) const { return parts[part].size(0) / (is_gated() ? 2 : 1); }
 };
@@ -64,25 +64,35 @@ struct OneDnnWeight {
 /// use, and its bits are compared when a model is loaded (onednn_layers.py).
 constexpr int64_t kMaxOneDnnRows = 256;
 
-/// Copies y [rows, columns of a part] to `columns` columns of out, n apart. y of a gated layer has gate and up. Without
-/// an activation, rows of out are 2 n apart and have all of gate, then all of up.
+/// Copies y [rows, columns of a part] to `columns` columns of out, n apart. y of a gated layer has gate and up.
+/// `parts`: added to them, or nullptr. first_row, first_column: the place in the result of the layer.
 template <typename T>
-void store_part(const T* y, int64_t rows, int64_t columns, std::string_view activation, int64_t n, T* out) {
+void store_part(
+    const T* y,
+    int64_t rows,
+    int64_t columns,
+    std::string_view activation,
+    int64_t n,
+    T* out,
+    const GateParts* parts,
+    int64_t first_row,
+    int64_t first_column) {
+  out += first_row * n + first_column;
   if (activation.empty()) {
     for (int64_t row = 0; row < rows; ++row, y += columns, out += n) std::copy_n(y, columns, out);
-    return;
-  }
-  if (activation == "none") {
-    for (int64_t row = 0; row < rows; ++row, y += 2 * columns, out += 2 * n) {
-      std::copy_n(y, columns, out);
-      std::copy_n(y + columns, columns, out + n);
-    }
     return;
   }
   with_activation(activation, [&]<typename Activation>(Activation) {
     for (int64_t row = 0; row < rows; ++row, y += 2 * columns, out += n) {
       for (int64_t i = 0; i < columns; i += kPanel) {
-        const auto [gate, up] = std::pair(load_pair(y + i, columns - i), load_pair(y + columns + i, columns - i));
+        FloatPair gate = load_pair(y + i, columns - i), up = load_pair(y + columns + i, columns - i);
+        if (parts) {
+          RowSums sums[] = {{to_floats(gate.left), to_floats(up.left)}, {to_floats(gate.right), to_floats(up.right)}};
+          for (int64_t side = 0; side < 2; ++side)
+            parts->add(first_row + row, 1, (first_column + i) / kLanes + side, sums + side, 1);
+          gate = {to_vec(sums[0][0]), to_vec(sums[1][0])};
+          up = {to_vec(sums[0][1]), to_vec(sums[1][1])};
+        }
         const FloatPair activated{
             Activation::template of<T>(gate.left), Activation::template of<T>(gate.right)};
         store_pair(out + i, activated * up, columns - i);
@@ -91,15 +101,16 @@ void store_part(const T* y, int64_t rows, int64_t columns, std::string_view acti
   });
 }
 
-/// x [rows, k] -> out [rows, n], or [rows, 2 * n] with both halves. Rows are divided into blocks of equal size; the last
-/// block begins earlier if it would have fewer rows, and computes some again.
+/// x [rows, k] -> out [rows, n]. Rows are divided into blocks of equal size; the last block begins earlier if it would
+/// have fewer rows, and computes some again.
 template <typename T>
-void onednn_linear(const T* x, int64_t rows, const OneDnnWeight& weight, int64_t n, T* out) {
+void onednn_linear(
+    const T* x, int64_t rows, const OneDnnWeight& weight, int64_t n, T* out, const GateParts* parts) {
   std::vector<int64_t> first_columns{0};
   for (size_t part = 0; part < weight.parts.size(); ++part)
     first_columns.push_back(first_columns.back() + weight.columns(part));
   const int64_t size = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(rows)), kMaxOneDnnRows);
-  const int64_t blocks = ceil_div(rows, size), out_stride = weight.has_both_halves() ? 2 * n : n;
+  const int64_t blocks = ceil_div(rows, size);
   ThreadPool::get().run(blocks * static_cast<int64_t>(weight.parts.size()), [&](int64_t item) {
     // All blocks of rows multiply a part before the next part begins, so it is read from memory once.
     const int64_t part = item / blocks, first = item % blocks * size, begin = std::min(first, rows - size);
@@ -109,8 +120,8 @@ void onednn_linear(const T* x, int64_t rows, const OneDnnWeight& weight, int64_t
     const Tensor y = multiply_by_onednn(block, weight.parts[part], bias);
     const int64_t done = first - begin;
     store_part(
-        y.const_data_ptr<T>() + done * y.size(1), size - done, weight.columns(part), weight.activation, n,
-        out + first * out_stride + first_columns[part]);
+        y.const_data_ptr<T>() + done * y.size(1), size - done, weight.columns(part), weight.activation, n, out, parts,
+        first, first_columns[part]);
   });
 }
 
@@ -125,10 +136,17 @@ inline Tensor pack_for_onednn_op(const Tensor& weight) {
 }
 
 inline Tensor onednn_linear_op(
-    const Tensor& x, std::vector<Tensor> parts, std::vector<Tensor> biases, int64_t n, std::string_view activation) {
+    const Tensor& x,
+    std::vector<Tensor> parts,
+    std::vector<Tensor> biases,
+    int64_t n,
+    std::string_view activation,
+    const optional<std::vector<Tensor>>& lora) {
   const int64_t k = x.size(1);
-  const bool is_gated = !activation.empty(), has_both_halves = activation == "none";
-  if (is_gated && !has_both_halves) with_activation(activation, [](auto) {});
+  const bool is_gated = !activation.empty();
+  if (is_gated) with_activation(activation, [](auto) {});
+  TORCH_CHECK(is_gated || !lora, "only gated layers add the parts of adapters");
+  const auto gates = lora_gates(lora, x.size(0), n);
   check(x, "x", x.scalar_type(), {x.size(0), k});
   TORCH_CHECK(biases.empty() || biases.size() == parts.size(), "there must be a bias for each part, or none");
   int64_t rows_of_parts = 0;
@@ -137,15 +155,16 @@ inline Tensor onednn_linear_op(
     TORCH_CHECK(parts[part].dim() == 2 && parts[part].size(1) == k, "parts must have rows as long as those of x");
     TORCH_CHECK(!is_gated || parts[part].size(0) % 2 == 0, "parts must have as many rows of gate as of up");
     if (!biases.empty()) check(biases[part], "bias", x.scalar_type(), {parts[part].size(0)});
+    TORCH_CHECK(!gates || rows_of_parts / 2 % kPanel == 0, "with adapters, parts must begin at a multiple of ", kPanel);
     rows_of_parts += parts[part].size(0);
   }
   TORCH_CHECK(rows_of_parts == (is_gated ? 2 : 1) * n, "parts have ", rows_of_parts, " rows for ", n, " columns");
-  const auto out = empty_result({x.size(0), has_both_halves ? 2 * n : n}, x.options());
+  const auto out = empty_result({x.size(0), n}, x.options());
   const OneDnnWeight weight{std::move(parts), std::move(biases), k, std::string(activation)};
   TERCET_DOT_FLOAT(x.scalar_type(), [&] {
     run_or_record(
         x.size(0), [=, x = x.const_data_ptr<scalar_t>(), out = out.template data_ptr<scalar_t>()](int64_t rows) {
-          if (rows > 0) onednn_linear(x, rows, weight, n, out);
+          if (rows > 0) onednn_linear(x, rows, weight, n, out, parts_of(gates, rows));
         });
   });
   return out;

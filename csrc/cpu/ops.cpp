@@ -5,6 +5,7 @@
 #include "attention_ops.h"
 #include "choice_ops.h"
 #include "experts_ops.h"
+#include "gated_ops.h"
 #include "layer_ops.h"
 #include "lora_ops.h"
 #include "onednn.h"
@@ -41,15 +42,17 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_argmax_op);
   m.def(
-      "gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, str activation=\"silu\") -> Tensor", &gated_linear_op);
+      "gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, str activation=\"silu\", Tensor[]? lora=None) -> Tensor",
+      &gated_linear_op);
   m.def("pack_for_onednn(Tensor weight) -> Tensor", &pack_for_onednn_op);
   m.def(
-      "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, str activation=\"\") -> Tensor",
+      "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, str activation=\"\", Tensor[]? lora=None) -> Tensor",
       &onednn_linear_op);
-  m.def("gated_activation(Tensor gate_up, ScalarType dtype, str activation) -> Tensor", &gated_activation_op);
   m.def(
-      "add_lora(Tensor x, Tensor(a!) out, Tensor a, Tensor b, Tensor ranks, Tensor adapters, int[] rows) -> ()",
-      &add_lora_op);
+      "shrink_lora(Tensor x, Tensor a, Tensor ranks, Tensor adapters, int matrices) -> Tensor", &shrink_lora_op);
+  m.def(
+      "expand_lora(Tensor shrunk, Tensor(a!) out, Tensor b, Tensor ranks, Tensor adapters, int[] rows) -> ()",
+      &expand_lora_op);
   m.def("select_rows(Tensor x, Tensor indices) -> Tensor", &select_rows_op);
   m.def("plain_embedding(Tensor ids, Tensor weight, ScalarType dtype) -> Tensor", &plain_embedding_op);
   m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);
@@ -61,7 +64,8 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "quantized_linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
       &quantized_linear_argmax_op);
   m.def(
-      "quantized_gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, str activation=\"silu\") -> Tensor",
+      "quantized_gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, str activation=\"silu\", "
+      "Tensor[]? lora=None) -> Tensor",
       &quantized_gated_linear_op);
   m.def(
       "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "

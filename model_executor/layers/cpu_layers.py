@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,12 @@ from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
+from .cpu_lora import CpuLoraGatedLinear
 from .embedding import Embedding, ScaledEmbedding
 from .experts import ExpertWeights, RouterWeights
-from .kinds import AttentionLayer, GatedSteps, Layer, Rotary, TorchLayers
+from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
+from .lora_layers import LoraTables
 from .output_head import GreedyHead, GreedyLayer, OutputHead
 from .packing import Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import Rotaries, RotationTable
@@ -82,13 +83,10 @@ class CpuGatedLinear:
         self.packed = pack_gated(weight, compact=compact)
         self.bias = None if bias is None else pack_bias(interleave(bias))
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.gated_linear(x, self.packed, self.bias, self.num_out, self._activation)
-
-
-def activation_of(activation: Activation, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What activates the result of a gate and up projection. `dtype`: type of its result."""
-    return partial(_ops.gated_activation, dtype=dtype, activation=activation)
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch | None = None, lora: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        return _ops.gated_linear(x, self.packed, self.bias, self.num_out, self._activation, lora)
 
 
 class CpuExperts:
@@ -271,9 +269,10 @@ class CpuFloatLayers(CpuLayers):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return CpuGatedLinear(weight, bias, activation, compact=self._compact)
 
-    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
-        projection = CpuLinear(weight, bias, to_float=True, compact=self._compact)
-        return GatedSteps(projection, activation_of(activation, self._dtype))
+    def lora_gated_linear(
+        self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
+    ) -> Layer:
+        return CpuLoraGatedLinear(CpuGatedLinear(weight, bias, activation, compact=self._compact), tables)
 
     def router(self, router: RouterWeights) -> Layer:
         return CpuLinear(*router, to_float=True, compact=self._compact)

@@ -5,9 +5,9 @@ The kind is chosen once, when the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from .embedding import Embedding, ScaledEmbedding
 from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
+from .lora_layers import LoraGatedLinear, LoraTables
 from .output_head import OutputHead, PlainHead
 from .residual import BeforeSum, Layer, NormedLayer, StreamLayer, SummedLayer
 from .rotary import Rotaries, RotaryEmbedding
@@ -41,15 +42,6 @@ class AttentionLayer(Protocol):
     """Attention: qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]. Stores K and V in the pool."""
 
     def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
-
-
-class GatedSteps(NamedTuple):
-    """A gate and up projection in two steps, with the bits of the fused layer."""
-
-    projection: Layer
-    """x [T, in] -> [T, 2 * out], the gate's columns first. It may be float32 for every type of x"""
-    activate: Callable[[torch.Tensor], torch.Tensor]
-    """its result, which may be overwritten -> activation(gate) * up [T, out]"""
 
 
 class LayerKinds(Protocol):
@@ -78,8 +70,10 @@ class LayerKinds(Protocol):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         """Make the fused gate and up projection, which returns activation(gate) * up."""
 
-    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
-        """Make the same in two steps, for what is added before the activation."""
+    def lora_gated_linear(
+        self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
+    ) -> Layer:
+        """Make the same with adapters. Tokens without one have the bits of the layer of `gated_linear`."""
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
@@ -135,8 +129,11 @@ class TorchLayers:
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return GatedLinear(weight, bias, activation)
 
-    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
-        return GatedSteps(self.linear(weight, bias), partial(gated_activation, activation=activation))
+    def lora_gated_linear(
+        self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
+    ) -> Layer:
+        activate = partial(gated_activation, activation=activation)
+        return LoraGatedLinear(self.linear(weight, bias), activate, tables)
 
     def router(self, router: RouterWeights) -> Layer:
         """Make the layer of a router, which `float32_logits` calls."""

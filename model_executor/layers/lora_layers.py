@@ -1,28 +1,18 @@
 """Linear layers with LoRA adapters, around layers of any kind: y = W x + B A x, with the A and B of a token's adapter.
 
 All adapters are in tables on the device. A layer adds what the adapters of its batch compute; other tokens keep their
-bits. A gate and up projection is computed in two steps, because the sum comes before the activation.
+bits. In a gate and up projection, the sum comes before the activation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ...srt.model_files.experts_config import ExpertsConfig
-from ...srt.model_files.model_config import Activation
-from ...srt.model_files.rope_config import RopeConfig
-from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch, TokenAdapters
-from .attention import QKNorm
-from .decode_start import StartDecode
-from .experts import ExpertWeights, RouterWeights
-from .kinds import AttentionLayer, GatedSteps, Layer, LayerKinds, Rotary
-from .layernorm import RMSNorm
-from .output_head import OutputHead
-from .residual import BeforeSum, StreamLayer
+from .residual import Layer
 
 
 class LoraSize(NamedTuple):
@@ -38,6 +28,8 @@ class LoraShape(NamedTuple):
     rows: tuple[int, ...]
     """of each matrix that is stacked in it; each has an A of its own"""
     columns: int
+    gated: bool = False
+    """whether it is a gate and up projection: one half of the rows are those of gate, then come those of up"""
 
 
 class LoraWeight(NamedTuple):
@@ -101,31 +93,6 @@ def rounded(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return found
 
 
-class AdaptedWeight(NamedTuple):
-    """A weight whose layer has adapters."""
-
-    weight: Any
-    tables: LoraTables
-
-
-class AdaptedParameters(Mapping[str, Any]):
-    """Parameters, of which some are AdaptedWeights. LoraLayers makes layers of them."""
-
-    def __init__(self, parameters: Mapping[str, Any], tables: Mapping[str, LoraTables]) -> None:
-        self._parameters = parameters
-        self._tables = tables
-
-    def __getitem__(self, name: str) -> Any:
-        found = self._parameters[name]
-        return AdaptedWeight(found, self._tables[name]) if name in self._tables else found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
 class LoraLinear:
     """A linear layer with adapters."""
 
@@ -141,75 +108,13 @@ class LoraLinear:
 
 
 class LoraGatedLinear:
-    """A gate and up projection with adapters, and its activation."""
+    """A gate and up projection with adapters, and its activation, in two steps."""
 
-    def __init__(self, steps: GatedSteps, tables: LoraTables) -> None:
-        self._projection = LoraLinear(steps.projection, tables)
-        self._activate = steps.activate
+    def __init__(self, projection: Layer, activate: Callable[[torch.Tensor], torch.Tensor], tables: LoraTables) -> None:
+        """`projection`: gives [T, 2 * out], the columns of gate first. `activate`: makes activation(gate) * up [T, out]
+        of it, and may overwrite it."""
+        self._projection = LoraLinear(projection, tables)
+        self._activate = activate
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self._activate(self._projection(x, batch))
-
-
-class LoraLayers:
-    """The LayerKinds whose linear layers have adapters if their weights are AdaptedWeights."""
-
-    def __init__(self, layers: LayerKinds) -> None:
-        """`layers`: makes all layers without adapters."""
-        self._layers = layers
-        self.compiled = layers.compiled
-        self.compiled_experts = layers.compiled_experts
-
-    def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        if not isinstance(weight, AdaptedWeight):
-            return self._layers.linear(weight, bias)
-        return LoraLinear(self._layers.linear(weight.weight, bias), weight.tables)
-
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
-        if not isinstance(weight, AdaptedWeight):
-            return self._layers.gated_linear(weight, bias, activation)
-        return LoraGatedLinear(self._layers.gated_steps(weight.weight, bias, activation), weight.tables)
-
-    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
-        return self._layers.gated_steps(weight, bias, activation)
-
-    def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
-        return self._layers.norm(weight, eps)
-
-    def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        return self._layers.rotary(ropes, head_dim, context_len, device)
-
-    def attention(
-        self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
-    ) -> AttentionLayer:
-        return self._layers.attention(layer_id, backend, qk_norm, sinks)
-
-    def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
-        return self._layers.experts(router, experts, config)
-
-    def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
-        return self._layers.after_norm(norm, layer)
-
-    def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
-        return self._layers.before_sum(layer, next_norm)
-
-    def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        return self._layers.select_rows(x, indices)
-
-    def head(self, weight: Any) -> Layer:
-        return self._layers.head(weight)
-
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
-        return self._layers.output_head(norm, layer)
-
-    def embedding(self, weight: Any) -> Layer:
-        return self._layers.embedding(weight)
-
-    def tied_embedding(self, weight: Any, head: Layer) -> Layer:
-        return self._layers.tied_embedding(weight, head)
-
-    def scaled_embedding(self, embedding: Layer, factor: float) -> Layer:
-        return self._layers.scaled_embedding(embedding, factor)
-
-    def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
-        return self._layers.start_decode(embedding, rotary)

@@ -7,14 +7,17 @@ operations. All other layers, and the output head, are those of CpuFloatLayers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ...srt.model_files.model_config import Activation
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuFloatLayers, activation_of
-from .kinds import GatedSteps, Layer
+from .cpu_layers import CpuFloatLayers
+from .cpu_lora import CpuLoraGatedLinear
+from .kinds import Layer
+from .lora_layers import LoraTables
 
 _ops = torch.ops.tercet_cpu
 
@@ -45,20 +48,15 @@ class OneDnnLinear:
         self.parts = [_ops.pack_for_onednn(part) for part in self._divided(weight.detach())]
         self._biases = [] if bias is None else self._divided(bias)
 
-    @classmethod
-    def without_activation(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> OneDnnLinear:
-        """The layer of a gate and up projection whose results are the halves themselves, from the same parts."""
-        layer = cls(weight, bias, "silu")
-        layer._activation = "none"
-        return layer
-
     def _divided(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a weight [n, k] or of a bias [n]. Those of a gated layer have rows of gate, then of up."""
         halves = x.view(2 if self._is_gated else 1, self.num_out, *x.shape[1:])
         return [part.flatten(0, 1).contiguous() for part in halves.split(self._columns, 1)]
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.onednn_linear(x, self.parts, self._biases, self.num_out, self._activation)
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch | None = None, lora: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        return _ops.onednn_linear(x, self.parts, self._biases, self.num_out, self._activation, lora)
 
 
 class OneDnnLayers(CpuFloatLayers):
@@ -70,8 +68,10 @@ class OneDnnLayers(CpuFloatLayers):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return OneDnnLinear(weight, bias, activation)
 
-    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
-        return GatedSteps(OneDnnLinear.without_activation(weight, bias), activation_of(activation, self._dtype))
+    def lora_gated_linear(
+        self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
+    ) -> Layer:
+        return CpuLoraGatedLinear(OneDnnLinear(weight, bias, activation), tables)
 
 
 def _columns_of_a_part(shape: tuple[int, ...], itemsize: int, *, is_gated: bool) -> int:

@@ -11,10 +11,12 @@ from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, activation_of, embedding_of
+from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
+from .cpu_lora import CpuLoraGatedLinear
 from .experts import ExpertWeights, RouterWeights
-from .kinds import GatedSteps, Layer
+from .kinds import Layer
 from .linear import Linear
+from .lora_layers import LoraTables
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
 
@@ -51,8 +53,10 @@ class QuantizedGatedLinear:
         self.bias = None if bias is None else pack_bias(interleave(bias))
         self._options = weight.bits, activation
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.quantized_gated_linear(x, self.packed, self.bias, self.num_out, *self._options)
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch | None = None, lora: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        return _ops.quantized_gated_linear(x, self.packed, self.bias, self.num_out, *self._options, lora)
 
 
 class QuantizedLayers(CpuLayers):
@@ -71,8 +75,10 @@ class QuantizedLayers(CpuLayers):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return QuantizedGatedLinear(weight, bias, activation)
 
-    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
-        return GatedSteps(QuantizedLinear(weight, bias, to_float=True), activation_of(activation, self._dtype))
+    def lora_gated_linear(
+        self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
+    ) -> Layer:
+        return CpuLoraGatedLinear(QuantizedGatedLinear(weight, bias, activation), tables)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         if not self.compiled_experts:

@@ -24,9 +24,10 @@ from .embedding import Embedding, ScaledEmbedding
 from .experts import ExpertWeights, RouterWeights
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
 from .fp8_weight import Fp8Weight
-from .kinds import AttentionLayer, GatedSteps, Layer, Rotary, TorchLayers
+from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .linear import GatedLinear
+from .lora_layers import LoraGatedLinear, LoraTables
 from .rotary import CosSin, RotationTable
 
 
@@ -163,8 +164,10 @@ class TritonLayers(TorchLayers):
             return Fp8GatedLinear(weight, bias, activation)
         return GatedLinear(weight, bias, activation, activate=act_and_mul)
 
-    def gated_steps(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> GatedSteps:
-        return GatedSteps(self.linear(weight, bias), partial(act_and_mul, activation=activation))
+    def lora_gated_linear(
+        self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
+    ) -> Layer:
+        return LoraGatedLinear(self.linear(weight, bias), partial(act_and_mul, activation=activation), tables)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return TritonExperts(router, experts, config)

@@ -24,8 +24,8 @@ from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
 from ..kernels.host_compiler import needs_c_compiler
+from ..layers.adapted_layers import AdaptedParameters, LoraLayers
 from ..layers.kinds import LayerKinds, is_compiled, layers_for
-from ..layers.lora_layers import AdaptedParameters, LoraLayers
 from ..models.family import Model, Parameters, family_of
 from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
@@ -124,7 +124,6 @@ class _RunnerBuilder:
             forms=settings.weight_forms,
             packed=self._layers(settings, settings.attention_backend).compiled and not settings.onednn,
             compact=settings.compact,
-            fused_gates=settings.lora is None,
         )
         self.sampler = Sampler(
             settings.max_running_requests,

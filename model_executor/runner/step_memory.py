@@ -72,12 +72,10 @@ def activation_bytes(
     scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else widest * _FLOAT_BYTES if widened else 0
     floats_of_adapter = 0
     if lora is not None:
-        if compiled and config.has_dense_layers:
-            feed_forward += 2 * config.intermediate_size * _FLOAT_BYTES  # gate and up before the activation
         scratch += _lora_bytes(config, dtype, lora, compiled=compiled)
         if not compiled:  # torch multiplies the matrices of a layer in float32
             floats_of_adapter = lora.max_rank * max(
-                sum(rows) + len(rows) * k for rows, k in lora_shapes(config).values()
+                sum(shape.rows) + len(shape.rows) * shape.columns for shape in lora_shapes(config).values()
             )
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     per_token = max(attention, feed_forward) + in_a_norm + scratch

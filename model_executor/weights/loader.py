@@ -165,7 +165,6 @@ def load_parameters(
     forms: Mapping[str, str] = _UNQUANTIZED,
     packed: bool = False,
     compact: bool = False,
-    fused_gates: bool = True,
 ) -> Mapping[str, Any]:
     """Load the family's parameters, by name: tensors, or QuantizedWeights and Fp8Weights for the names in `forms`.
 
@@ -173,7 +172,6 @@ def load_parameters(
     each parameter is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`:
     the quantized form of parameters by name. `packed`: all layers are compiled CPU operations; then matrices from the
     cache are PackedWeights. `compact`: those of bfloat16 are compact, as layers/packing.py says.
-    `fused_gates`: PackedWeights of gate and up projections are for layers that also compute the activation.
 
     Raises ValueError for missing and unexpected tensors, for a tensor whose shape differs from the config's or whose
     type is not supported, and if the ranks cannot divide the model. On a CPU, a wrong shape or type raises it when the
@@ -189,7 +187,7 @@ def load_parameters(
         return StoredParameters(_open(config, on), config, dtypes, forms, shard)
 
     if packed and cache is not None and shard == WHOLE:
-        return PackedParameters(cache, config, dtypes, forms, stored, compact=compact, fused_gates=fused_gates)
+        return PackedParameters(cache, config, dtypes, forms, stored, compact=compact)
     # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself.
     if cache is not None and not forms and shard == WHOLE and _is_dequantised_by_a_cpu(config, device):
         table = family_of(config).parameters(config)

@@ -57,7 +57,7 @@ def lora_shapes(config: ModelConfig) -> dict[str, LoraShape]:
     for parameter in _adaptable(config):
         names = list(dict.fromkeys(part.name for part in parameter.parts))
         rows = tuple(sum(part.shape[0] for part in parameter.parts if part.name == name) for name in names)
-        shapes[parameter.name] = LoraShape(rows, parameter.shape[1])
+        shapes[parameter.name] = LoraShape(rows, parameter.shape[1], parameter.name.endswith("gate_up_proj.weight"))
     return shapes
 
 

@@ -23,7 +23,7 @@ from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from ..layers.packing import PackedWeight, gated_panels_of, panels_of
 from ..models.family import family_of
-from ..models.parameters import ParameterDtypes, is_expert
+from ..models.parameters import ParameterDtypes
 from .cache_folder import PREFIX, CacheFolder, Entry
 from .packed_file import PackedFile, write_packed
 from .quantization import is_multiplied, parameter_bytes
@@ -52,18 +52,15 @@ class PackedParameters(Mapping[str, Any]):
         stored: Callable[[], Mapping[str, Any]],
         *,
         compact: bool,
-        fused_gates: bool,
     ) -> None:
         """`forms`: quantized form of parameters by name. `stored`: reads the parameters of the checkpoint. `compact`:
-        weights of bfloat16 are compact, as `panels_of` says. `fused_gates`: gate and up projections are packed by
-        `gated_panels_of`."""
+        weights of bfloat16 are compact, as `panels_of` says."""
         self._folder = folder
         self._config = config
         self._dtypes = dtypes
         self._forms = forms
         self._stored = stored
         self._compact = compact
-        self._fused_gates = fused_gates
         self._table = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
 
     def __getitem__(self, name: str) -> Any:
@@ -85,7 +82,7 @@ class PackedParameters(Mapping[str, Any]):
 
     @functools.cached_property
     def _found(self) -> Mapping[str, Any]:
-        key = _key(self._config, self._dtypes, self._forms, self._compact, self._fused_gates)
+        key = _key(self._config, self._dtypes, self._forms, self._compact)
         path = self._folder.path / f"{PREFIX}{key}.packed"
         entry = Entry(
             path,
@@ -121,8 +118,7 @@ class PackedParameters(Mapping[str, Any]):
         for name in self._table:
             found = stored[name]
             if self._is_packed(name):
-                is_fused = self._fused_gates or is_expert(name)
-                pack = gated_panels_of if is_fused and name.endswith("gate_up_proj.weight") else panels_of
+                pack = gated_panels_of if name.endswith("gate_up_proj.weight") else panels_of
                 found = pack(found, compact=self._compact)
             yield name, found
 
@@ -133,9 +129,7 @@ class PackedParameters(Mapping[str, Any]):
         return sum(sizes.values())
 
 
-def _key(
-    config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str], compact: bool, fused_gates: bool
-) -> str:
+def _key(config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str], compact: bool) -> str:
     """A hash of all that packed parameters depend on. Raises OSError for an unreadable model."""
     variant = cpu_extension.load()
     assert variant is not None
@@ -146,7 +140,6 @@ def _key(
         "dtypes": [str(dtype) for dtype in dtypes],
         "forms": dict(forms),
         "compact": compact,
-        "fused_gates": fused_gates,
         "build": variant.name,
         "operations": None if stamp is None else stamp.sources,
         "code": _code_digest(),
