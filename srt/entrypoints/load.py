@@ -13,11 +13,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..errors import InvalidRequest, MetricsOff
+from .lora import loaded_adapters
 from .routing import Server, json_response
 from .wire import doc, shown
 
 SECTIONS = ("all", "core", "disagg", "lora", "memory", "queues", "spec")
-"""What `include` of /v1/loads may name. This engine has no values for disagg, lora and spec."""
+"""What `include` of /v1/loads may name. This engine has no values for disagg and spec."""
 _GIB = 2**30
 
 
@@ -47,6 +48,15 @@ class QueueLoad(msgspec.Struct, frozen=True):
     retracted: Annotated[int, doc("Retractions since the start")]
 
 
+class LoraLoad(msgspec.Struct, frozen=True):
+    """The section `lora` of /v1/loads."""
+
+    slots_used: Annotated[int, doc("Adapters that are loaded")]
+    slots_total: Annotated[int, doc("Adapters that may be loaded")]
+    utilization: Annotated[float, doc("slots_used / slots_total")]
+    adapters: Annotated[list[str], doc("Names of the loaded adapters")]
+
+
 class LoadDetail(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: Annotated[int, doc("Always 0")]
     num_running_reqs: Annotated[int, doc("Requests that run")]
@@ -64,6 +74,9 @@ class LoadDetail(msgspec.Struct, frozen=True, kw_only=True):
     age_s: Annotated[float, doc("Seconds since the scheduler reported these numbers")]
     memory: Annotated[MemoryLoad | UnsetType, doc("Sizes; with `memory` or `all` in `include`")] = UNSET
     queues: Annotated[QueueLoad | UnsetType, doc("Queues; with `queues` or `all` in `include`")] = UNSET
+    lora: Annotated[
+        LoraLoad | UnsetType, doc("Adapters; with `lora` or `all` in `include`, on a server with --enable-lora")
+    ] = UNSET
 
 
 class Loads(msgspec.Struct, frozen=True):
@@ -94,6 +107,12 @@ async def loads(server: Server, request: Request, body: None) -> ASGIApp:
             facts.graph_bytes / _GIB,
             facts.max_total_num_tokens,
         )
+    args = server.manager.server_args
+    lora: LoraLoad | UnsetType = UNSET
+    if args.enable_lora and sections & {"all", "lora"}:
+        names = list(loaded_adapters(server.manager))
+        num_slots = args.max_loras or 0
+        lora = LoraLoad(len(names), num_slots, len(names) / max(num_slots, 1), names)
     load = LoadDetail(
         dp_rank=0,
         num_running_reqs=state.num_running,
@@ -111,6 +130,7 @@ async def loads(server: Server, request: Request, body: None) -> ASGIApp:
         age_s=age_s,
         memory=memory,
         queues=QueueLoad(state.num_waiting, state.num_retractions) if sections & {"all", "queues"} else UNSET,
+        lora=lora,
     )
     return json_response(Loads(time.time(), server.version, [load]))
 

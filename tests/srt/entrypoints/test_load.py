@@ -158,11 +158,12 @@ def test_what_a_router_reads(site: Site) -> None:
         ("?include=all", {"memory", "queues"}),
         ("?include=core", set()),
         *[(f"?include={name}", {name}) for name in ("memory", "queues")],
+        ("?include=lora", set()),
     ],
 )
 def test_the_sections_that_are_asked_for(site: Site, query: str, sections: set[str]) -> None:
     load = site.get(f"/v1/loads{query}").json()["loads"][0]
-    assert sections == {"memory", "queues"} & set(load)
+    assert sections == {"memory", "queues", "lora"} & set(load)
 
 
 @pytest.mark.parametrize("include", ["", "core,", "gpu", "core;memory"])

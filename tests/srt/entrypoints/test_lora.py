@@ -208,6 +208,15 @@ def test_the_request_log_names_the_adapter(tmp_path: Path, caplog: pytest.LogCap
     assert ["lora_name" in line for line in received] == [True, False] and "pirate" in received[0]
 
 
+@pytest.mark.parametrize("query", ["", "?include=all", "?include=core,lora"])
+def test_the_load_names_the_adapters(tmp_path: Path, query: str) -> None:
+    site = LoraSite(tmp_path, max_loras=4)
+    (load,) = site.get(f"/v1/loads{query}").json()["loads"]
+    assert load["lora"] == {"slots_used": 1, "slots_total": 4, "utilization": 0.25, "adapters": ["pirate"]}
+    assert "lora" not in site.get("/v1/loads?include=core,memory").json()["loads"][0]
+    site.close()
+
+
 def test_the_metrics_count_adapters(tmp_path: Path) -> None:
     site = LoraSite(tmp_path, enable_metrics=True, max_loras=4)
     site.run(site.manager.scheduler_state(1.0))
