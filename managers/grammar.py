@@ -198,7 +198,7 @@ class GrammarState:
         """The number of drafts before the first one that the grammar forbids, or that would end the output.
 
         The masks after them are kept for `fill_after`. A failure of the library ends the drafts of this request, and
-        nothing else: they may be wrong.
+        nothing else: they may be wrong. If they have taken too much time, they come again when tokens have earned some.
         """
         known = 0
         while known < min(len(drafts), len(self._drafts)) and drafts[known] == self._drafts[known]:
@@ -219,7 +219,8 @@ class GrammarState:
                 self._drafts.append(token)
                 self._masks.append(mask)
         except GrammarFailed:
-            self._draft_time.end()
+            if not self._draft_time.is_over:  # more tokens do not help a library that has failed
+                self._draft_time.end()
         return len(self._drafts)
 
     def accept(self, token: int) -> None:
