@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from scheduler_rig import Rig
+from tier_asks import settle
 
 from fakes import adapter_number, expected_output, fingerprint_of
 from tercet.managers.adapters import Adapters
@@ -101,6 +104,20 @@ def test_a_retracted_request_keeps_its_adapter() -> None:
         assert rig.heard[f"r{number}"].ids == right(1, 30, [number, *PROMPT[:8]])
 
 
+def test_files_of_an_adapter_serve_neither_another_one_nor_the_model(tmp_path: Path) -> None:
+    def cached(adapter: AdapterRef | None, number: int) -> int:
+        """Of which the first tokens come from files, in a new engine."""
+        rig = loaded_rig(page_size=4, host_blocks=16, storage=tmp_path)
+        rig.add("r", PROMPT, adapter=adapter)
+        rig.run()
+        assert rig.heard["r"].ids == right(number)
+        settle(rig)
+        return rig.heard["r"].last.counts.storage_tokens
+
+    found = [cached(*one) for one in ((ref("a", 1), 1), (ref("b", 2), 2), (None, 0), (ref("a", 1), 1))]
+    assert found == [0, 0, 0, 16]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_unload_waits_for_its_requests_and_refuses_new_ones(overlap: bool) -> None:
     rig = loaded_rig(overlap=overlap)
@@ -138,6 +155,16 @@ def test_a_slot_is_used_again() -> None:
     rig.add("c", PROMPT, adapter=ref("c", 3))
     rig.run()
     assert rig.heard["c"].ids == right(3)
+
+
+def test_the_slot_of_an_adapter_that_still_has_requests_is_not_free() -> None:
+    rig = loaded_rig()
+    rig.add("old", PROMPT, adapter=ref("a", 1), max_new_tokens=30)
+    rig.turn()
+    rig.inbox.messages.append(UnloadAdapterReq(4, "a"))
+    assert load(rig, "c", 3).refusal == "--max-loras 2 adapters are loaded; unload one first"
+    rig.run()
+    assert rig.heard["old"].ids == right(1, 30)
 
 
 def test_loads_and_unloads_that_are_refused(caplog: pytest.LogCaptureFixture) -> None:

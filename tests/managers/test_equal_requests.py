@@ -12,6 +12,7 @@ from gated_engine import Engine, options, scenario
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.recovery import Blame
 from tercet.managers.strikes import digest_of
+from tercet.srt.adapters import AdapterRef
 from tercet.srt.errors import FatalRequest
 from tercet.srt.io_struct import GenerateReq
 
@@ -65,4 +66,6 @@ def test_what_makes_two_requests_equal() -> None:
     same += [digest(stream=False), digest(priority=1), digest(waiting_timeout=1.0), digest(running_timeout=1.0)]
     same += [digest(session_id="s"), digest(retention_seconds=1.0)]
     assert set(same) == {digest()}
-    assert len({digest(), digest(sampling={"temperature": 0.3}), digest(b"efgh"), digest(cache_salt="s")}) == 4
+    others = [digest(sampling={"temperature": 0.3}), digest(b"efgh"), digest(cache_salt="s")]
+    others += [digest(adapter=AdapterRef("a", fingerprint)) for fingerprint in ("f1", "f2")]
+    assert len({digest(), *others}) == 6

@@ -51,7 +51,9 @@ def test_sums_are_those_of_torch(case):
     generator = torch.Generator().manual_seed(seed)
     tables, exact = make_tables(shape, size, dtype), TorchLoraTables(shape, size, torch.float64, CPU)
     for slot, rank in enumerate(ranks, start=1):
-        tables.write(slot, random_weight(shape, size.max_rank, generator))  # what an earlier adapter left
+        earlier = random_weight(shape, size.max_rank, generator)  # nothing is left of it
+        tables.write(slot, earlier)
+        exact.write(slot, earlier)
         weight = random_weight(shape, rank, generator) if rank else None
         tables.write(slot, weight)
         if weight is not None:

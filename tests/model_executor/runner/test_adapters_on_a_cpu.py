@@ -138,6 +138,14 @@ def test_a_model_whose_rows_are_no_whole_words(monkeypatch, tmp_path):
         assert relative_error(found, logits[1][position]) < 0.05
 
 
+def test_the_next_owner_of_a_row_has_its_own_adapter():
+    driver = RunnerDriver(make_cpu_runner(lora=SIZE))
+    rows = driver.runner.adapters.rows
+    rows.set_rows([driver.add(1, adapter=2), driver.add(2, adapter=3)])
+    rows.set_rows([driver.add(1)])
+    assert rows.of_rows(torch.tensor([2, 1])).slots.tolist() == [3, 0]
+
+
 def test_a_step_for_another_process_names_the_adapter(monkeypatch):
     driver = RunnerDriver(make_cpu_runner(lora=SIZE))
     steps = []
