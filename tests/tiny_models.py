@@ -52,8 +52,14 @@ LONGROPE = {
     "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0],
     "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
 }
-GEMMA = BASE | {"head_dim": 24, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
-GRANITE = BASE | {
+LARGE_EPS = {"rms_norm_eps": 1e-2}
+"""Models whose residual stream is divided show with it which epsilon each norm has."""
+GEMMA = (
+    BASE
+    | LARGE_EPS
+    | {"head_dim": 24, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+)
+GRANITE = BASE | LARGE_EPS | {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0,
 }  # fmt: skip
 TINY_VISION = {

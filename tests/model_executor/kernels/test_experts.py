@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from triton_interpreter import dots_by_rows, examples, permuted_programs, used_m
 
 from tercet.model_executor.kernels.expert_choice import ExpertPairs, choose_experts, choose_experts_ref, most_tiles
 from tercet.model_executor.kernels.experts import expert_weight_tables, experts_forward, high_tile_from
-from tercet.srt.model_files.experts_config import ClampedGate
+from tercet.model_executor.layers.experts import ExpertWeights, RouterWeights
+from tercet.model_executor.layers.triton_layers import TritonExperts
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
@@ -172,6 +176,22 @@ def test_new_weights_are_read_where_the_old_ones_were() -> None:
     found = experts_forward(x, layer.router, tables, 3, normalized=True, router_bias=layer.router_bias)
     new.router, new.router_bias = layer.router, layer.router_bias
     assert torch.equal(found, new.run(x))
+
+
+def test_a_layer_holds_its_weights() -> None:
+    """Its tables have only their addresses."""
+
+    def make() -> tuple[TritonExperts, list[weakref.ref[torch.Tensor]]]:
+        drawn = draw_layer(1, 4, 3, 40, 20, torch.float32, biased=True)
+        config = ExpertsConfig(num_experts=4, num_experts_per_token=3, intermediate_size=20, normalized=True)
+        lists = drawn.gate_up, drawn.down, drawn.gate_up_bias, drawn.down_bias
+        experts = [ExpertWeights(*tensors) for tensors in zip(*lists, strict=True)]
+        layer = TritonExperts(RouterWeights(drawn.router, drawn.router_bias), experts, config)
+        return layer, [weakref.ref(tensor) for tensors in lists for tensor in tensors]
+
+    layer, weights = make()
+    gc.collect()
+    assert layer and all(weight() is not None for weight in weights)
 
 
 def test_nothing_of_no_rows() -> None:

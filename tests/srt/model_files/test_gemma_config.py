@@ -157,6 +157,12 @@ def test_gguf(tmp_path: Path) -> None:
     assert config.sliding_windows == (7, 7, None, 7, 7, None, 7)
 
 
+def test_a_gguf_file_of_62_layers_has_the_scale_of_the_largest_model(tmp_path: Path) -> None:
+    for num_layers, dim in ((61, 24), (62, 64 / 4)):
+        path = write_gguf(tmp_path / "m.gguf", make_model("gemma3"), "gemma3", keys={"block_count": num_layers})
+        assert load_model_config(path).attention_scale == dim**-0.5
+
+
 def test_a_gguf_file_beside_parts_for_images(tmp_path: Path) -> None:
     """Google's own files describe these parts, which are in a file of their own."""
     keys = {"mm.tokens_per_image": 256, "vision.block_count": 27, "vision.attention.head_count": 16}
