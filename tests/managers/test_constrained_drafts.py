@@ -126,6 +126,21 @@ def test_the_end_is_barred_up_to_the_right_draft() -> None:
     assert [_allows(mask, 7) for mask in next_masks(state, [1, 1, 1], 1)] == [False, False, True, True]
 
 
+def test_a_library_that_has_failed_behind_a_draft_is_not_asked_again() -> None:
+    asked = []
+
+    class Fails(Anything):
+        def fork(self) -> Anything:
+            asked.append(self)
+            raise RuntimeError
+
+    state = GrammarState(Fails(), EOS, SamplingParams(), NUM_WORDS, clock=lambda: 0.0)
+    for place in range(3):
+        assert state.look_ahead([1], place) == 0
+        state.accept(1)
+    assert len(asked) == 1
+
+
 FORK_S, MASK_S = 2**-10, 0.75
 
 
