@@ -21,6 +21,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import psutil
+from triton_interpreter import is_interpreted
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
@@ -93,11 +94,22 @@ class Copy:
 
         If pytest does not end, every test has failed. If it cannot start, or if a test is skipped, there is no result.
         """
+        failed, passed = set(), set()
+        for interprets in (False, True):
+            some = tuple(test for test in tests if is_interpreted(Path(test.partition("::")[0])) == interprets)
+            if some:
+                results = self._run(some, {"TRITON_INTERPRET": str(int(interprets))})
+                failed |= results[0]
+                passed |= results[1]
+        return failed, passed
+
+    def _run(self, tests: tuple[str, ...], variables: dict[str, str]) -> tuple[set[str], set[str]]:
+        """`run` in one process, with these variables of the environment."""
         report = self.root.parent / "report.xml"
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
         command += [f"--timeout={TEST_TIMEOUT_S}", f"--junitxml={report}", *tests]
-        environ = {**os.environ, "PYTHONPATH": str(self.root.parent)}
+        environ = {**os.environ, **variables, "PYTHONPATH": str(self.root.parent)}
         environ.setdefault("OMP_NUM_THREADS", "1")
         process = subprocess.Popen(
             command, cwd=self.root, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0

@@ -73,6 +73,19 @@ def test_a_mutation_is_judged_by_all_of_its_tests(monkeypatch: pytest.MonkeyPatc
     assert (source / "code.py").read_text(encoding="utf-8") == "guard()\n"
 
 
+def test_tests_of_kernels_run_under_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+
+    def run(self: Copy, tests: tuple[str, ...], variables: dict[str, str]) -> tuple[set[str], set[str]]:
+        seen.append((tests, variables))
+        return set(tests), set()
+
+    monkeypatch.setattr(mutate.Copy, "_run", run)
+    kernel, other = "tests/model_executor/kernels/test_a.py::test_a", "tests/test_b.py::test_b"
+    assert Copy(tmp_path, checkout(tmp_path / "source")).run((kernel, other)) == ({kernel, other}, set())
+    assert seen == [((other,), {"TRITON_INTERPRET": "0"}), ((kernel,), {"TRITON_INTERPRET": "1"})]
+
+
 @pytest.mark.parametrize("text", ["absent", "u"])
 def test_a_text_that_is_not_there_once_is_not_found(tmp_path: Path, text: str) -> None:
     source = checkout(tmp_path / "source")

@@ -27,6 +27,15 @@ import pytest
 
 _TIMEOUT_S = 1200
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILES = "test_compile_"
+"""Files of this name compile kernels and cannot run where they are interpreted."""
+
+
+def is_interpreted(file: Path) -> bool:
+    """Whether the tests of a file run under the interpreter."""
+    if file.parent.name == "kernels":
+        return not file.name.startswith(COMPILES)
+    return file.parent.name == "attention" and file.name.startswith("test_triton_")
 
 
 def examples(usual: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices, make_cheaper
+from triton_interpreter import INTERPRETING, InterpretedFile, is_interpreted, let_scalars_be_indices, make_cheaper
 
 if INTERPRETING:
     let_scalars_be_indices()
@@ -13,6 +13,6 @@ if INTERPRETING:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if not INTERPRETING and module_path.name.startswith("test_triton_"):
+    if not INTERPRETING and is_interpreted(module_path):
         return InterpretedFile.from_parent(parent, path=module_path)
     return None

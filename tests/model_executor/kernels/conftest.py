@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices, make_cheaper, poison_new_tensors
-
-COMPILES = "test_compile_"
-"""Files of this name compile kernels and cannot run where they are interpreted."""
+from triton_interpreter import (
+    COMPILES,
+    INTERPRETING,
+    InterpretedFile,
+    is_interpreted,
+    let_scalars_be_indices,
+    make_cheaper,
+    poison_new_tensors,
+)
 
 if INTERPRETING:
     let_scalars_be_indices()
@@ -17,7 +22,7 @@ if INTERPRETING:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if not INTERPRETING and not module_path.name.startswith(COMPILES):
+    if not INTERPRETING and is_interpreted(module_path):
         return InterpretedFile.from_parent(parent, path=module_path)
     return None
 
