@@ -17,11 +17,10 @@ from .families import (
     GGUF_ARCHITECTURES_WITH_EXPERTS,
     GGUF_ARCHITECTURES_WITH_WINDOWS,
     Family,
-    SlidingWindows,
-    local_windows,
 )
 from .generation_defaults import GGUF_KEYS, read_generation_defaults
 from .gguf_file import GGUFFile, GGUFTensor
+from .layer_windows import SlidingWindows, local_windows
 from .model_config import ACTIVATIONS, MAX_LAYERS, ModelConfig
 from .rope_config import (
     GGUF_DIVISORS,

@@ -13,8 +13,9 @@ from typing import Literal, TypeAlias
 
 from ..errors import ModelNotSupported
 from .experts_config import ExpertsConfig
-from .families import FAMILIES, QKNormKind, SlidingWindows, not_in_families
+from .families import FAMILIES, QKNormKind, not_in_families
 from .generation_defaults import GenerationDefaults
+from .layer_windows import SlidingWindows
 from .quantization_config import QuantizationConfig
 from .rope_config import RopeConfig
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from .families import Family, SlidingWindows
+from .families import Family
+from .layer_windows import SlidingWindows
 from .settings import Settings, quote
 
 MAX_POSITIONS = 2**31 - 1
