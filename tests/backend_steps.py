@@ -75,6 +75,11 @@ def with_sinks(specs: list[AttentionSpec], sinks: Sequence[torch.Tensor | None])
     return [replace(spec, has_sinks=own is not None) for spec, own in zip(specs, sinks, strict=True)]
 
 
+def with_caps(specs: list[AttentionSpec], caps: Sequence[float | None]) -> list[AttentionSpec]:
+    """The specs of layers whose scores have these soft caps."""
+    return [replace(spec, soft_cap=cap) for spec, cap in zip(specs, caps, strict=True)]
+
+
 def attend(
     backend: AttentionBackend,
     batch: ForwardBatch,

@@ -12,6 +12,7 @@
 #include "attention_plan.h"
 #include "kv_tiles.h"
 #include "saved_splits.h"
+#include "soft_cap.h"
 #include "softmax_partial.h"
 #include "thread_pool.h"
 
@@ -24,6 +25,7 @@ struct AttentionInputs {
   int64_t q_stride;
   KVPool<T> pool;
   float scale;
+  float cap_scale;     // scores become tanh(score * cap_scale) * scale; 0: they have no soft cap
   const float* sinks;  // [heads] logits that join the softmax without a value; nullptr: none
   T* out;              // [tokens, heads * head_dim]
 };
@@ -258,6 +260,7 @@ class Attention {
     const Tile& tile = split.scratch.tiles[t];
     const int64_t rows = num_rows(task), panels = ceil_div(tile.num_keys, kPanel);
     float* scores = split.scratch.scores.data();
+    if (in_.cap_scale > 0) cap_scores(scores, in_.cap_scale, rows, panels * kPanel, kTile);
     for (int64_t head = 0; head < task.kv_heads.size(); ++head)
       mask_scores(task, tile, panels * kPanel, scores + head * rows_per_head(task) * kTile);
     C* weights = split.scratch.weights.data() + t * rows * kTile;

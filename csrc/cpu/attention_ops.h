@@ -97,7 +97,8 @@ inline Tensor attention_op(
     const optional<Tensor>& starts,
     optional<int64_t> window,
     double scale,
-    const optional<Tensor>& sinks) {
+    const optional<Tensor>& sinks,
+    optional<double> soft_cap) {
   const auto type = q.scalar_type();
   const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
@@ -115,6 +116,7 @@ inline Tensor attention_op(
   else
     TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
   if (sinks) check(*sinks, "sinks", at::kFloat, {heads});
+  TORCH_CHECK(!soft_cap || *soft_cap > 0, "a soft cap must be positive, got ", *soft_cap);
   const auto out = empty_result({tokens, heads * dim}, q.options());
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
   const AttentionBatch batch{
@@ -138,7 +140,8 @@ inline Tensor attention_op(
         .q = q.const_data_ptr<T>(),
         .q_stride = q.stride(0),
         .pool = {k_pool.const_data_ptr<T>(), v_pool.const_data_ptr<T>(), pool.stride},
-        .scale = static_cast<float>(scale),
+        .scale = static_cast<float>(soft_cap.value_or(scale)),
+        .cap_scale = soft_cap ? static_cast<float>(scale / *soft_cap) : 0.f,
         .sinks = data_or_null<float>(sinks),
         .out = out.data_ptr<T>(),
     };

@@ -10,10 +10,19 @@
 #include "graph.h"
 #include "op_checks.h"
 #include "sampling.h"
+#include "soft_cap.h"
 #include "token_logprobs.h"
 #include "token_mask.h"
 
 namespace tercet {
+
+inline void soft_cap_op(const Tensor& logits, double cap) {
+  const int64_t n = logits.size(1);
+  check(logits, "logits", at::kFloat, {logits.size(0), n});
+  run_or_record(logits.size(0), [=, cap = *cap_of(cap), logits = logits.data_ptr<float>()](int64_t rows) {
+    cap_logits(logits, cap, rows, n);
+  });
+}
 
 inline Tensor argmax_op(const Tensor& logits) {
   check_not_recording("the choice of a token");

@@ -168,12 +168,13 @@ inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Te
 }
 
 /// int64 [rows]
-inline Tensor linear_argmax_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
+inline Tensor linear_argmax_op(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, optional<double> soft_cap) {
   const auto tokens = empty_result({x.size(0)}, x.options().dtype(at::kLong));
   with_weight(x, packed, bias, n, [&](auto, const auto* numbers, const auto& weight) {
     const auto next = next_weight(weight, ceil_div(n, kPanel));
-    run_or_record(x.size(0), [=, tokens = tokens.template data_ptr<int64_t>()](int64_t rows) {
-      linear_argmax(numbers, rows, weight, *next, n, tokens);
+    run_or_record(x.size(0), [=, cap = cap_of(soft_cap), tokens = tokens.template data_ptr<int64_t>()](int64_t rows) {
+      linear_argmax(numbers, rows, weight, *next, n, cap, tokens);
     });
   });
   return tokens;
@@ -306,13 +307,14 @@ inline Tensor quantized_linear_op(
 }
 
 inline Tensor quantized_linear_argmax_op(
-    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits) {
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits,
+    optional<double> soft_cap) {
   const auto out = empty_result({x.size(0)}, x.options().dtype(at::kLong));
   with_quantized(
       x, packed, bias, n, bits,
-      [n, tokens = out.data_ptr<int64_t>()](
+      [n, cap = cap_of(soft_cap), tokens = out.data_ptr<int64_t>()](
           const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
-        linear_argmax(x, rows, weight, next, n, tokens);
+        linear_argmax(x, rows, weight, next, n, cap, tokens);
       });
   return out;
 }

@@ -4,9 +4,11 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "linear.h"
+#include "soft_cap.h"
 
 namespace tercet {
 
@@ -31,7 +33,8 @@ struct Largest {
 /// at the end. An item of a job takes a part that no other item has, so there are as many parts as threads.
 class KeepLargest {
  public:
-  KeepLargest(int64_t rows, int64_t n) : rows_(rows), n_(n) {}
+  /// cap: that of the logits, if they have one
+  KeepLargest(int64_t rows, int64_t n, std::optional<SoftCap> cap) : rows_(rows), n_(n), cap_(cap) {}
 
   class Item {
    public:
@@ -40,12 +43,20 @@ class KeepLargest {
     Item(const Item&) = delete;
 
     void operator()(int64_t row, int64_t panel, Vec left, Vec right) const {
+      if (all_.cap_) return add_capped(row, panel, left, right);
       // After the first panels, few have a new largest logit.
       if (!all_less(left, right, largest_[row].logit)) add_panel(row, panel, left, right);
     }
     void prefetch(int64_t, int64_t) const {}
 
    private:
+    [[gnu::noinline]] void add_capped(int64_t row, int64_t panel, Vec left, Vec right) const {
+      const SoftCap cap = *all_.cap_;
+      left = cap(left);
+      right = cap(right);
+      if (!all_less(left, right, largest_[row].logit)) add_panel(row, panel, left, right);
+    }
+
     [[gnu::noinline]] void add_panel(int64_t row, int64_t panel, Vec left, Vec right) const {
       float logits[kPanel];
       left.store(logits);
@@ -84,15 +95,18 @@ class KeepLargest {
   }
 
   int64_t rows_, n_;
+  std::optional<SoftCap> cap_;
   mutable std::mutex mutex_;
   mutable std::vector<std::vector<Largest>> parts_;
   mutable std::vector<Largest*> free_;
 };
 
-/// x [rows, k] -> what `argmax` gives for the logits [rows, n] of `linear`
+/// x [rows, k] -> what `argmax` gives for the logits [rows, n] of `linear`, after `cap` if there is one
 template <typename X, typename Weight>
-void linear_argmax(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, int64_t* tokens) {
-  const KeepLargest largest(rows, n);
+void linear_argmax(
+    const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, std::optional<SoftCap> cap,
+    int64_t* tokens) {
+  const KeepLargest largest(rows, n, cap);
   multiply(x, rows, weight, ceil_div(n, kPanel), next, largest);
   for (int64_t row = 0; row < rows; ++row) tokens[row] = largest.token(row);
 }

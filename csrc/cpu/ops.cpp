@@ -40,7 +40,8 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("instruction_rates(ScalarType type, float seconds) -> Dict(str, float)", &instruction_rates_op);
   m.def("compact(Tensor panels) -> Tensor?", &compact_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
-  m.def("linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_argmax_op);
+  m.def(
+      "linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n, float? soft_cap=None) -> Tensor", &linear_argmax_op);
   m.def(
       "gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, str activation=\"silu\", Tensor[]? lora=None) -> Tensor",
       &gated_linear_op);
@@ -61,7 +62,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, bool to_float=False) -> Tensor",
       &quantized_linear_op);
   m.def(
-      "quantized_linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
+      "quantized_linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n, int bits, float? soft_cap=None) -> Tensor",
       &quantized_linear_argmax_op);
   m.def(
       "quantized_gated_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, str activation=\"silu\", "
@@ -84,7 +85,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &rotate_and_store_op);
   m.def(
       "attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor slot_table, Tensor rows, Tensor seq_lens, "
-      "Tensor? starts, int? window, float scale, Tensor? sinks=None) -> Tensor",
+      "Tensor? starts, int? window, float scale, Tensor? sinks=None, float? soft_cap=None) -> Tensor",
       &attention_op);
   m.def(
       "set_decode_inputs(Tensor rows, Tensor seq_lens, Tensor slots, Tensor newest, Tensor(a!) slot_table, "
@@ -92,6 +93,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &set_decode_inputs_op);
   m.def("store_newest(Tensor tokens, Tensor rows, Tensor(a!) newest) -> ()", &store_newest_op);
   m.def("argmax(Tensor logits) -> Tensor", &argmax_op);
+  m.def("soft_cap(Tensor(a!) logits, float cap) -> ()", &soft_cap_op);
   m.def("mask_tokens(Tensor(a!) logits, Tensor lines, Tensor bits) -> ()", &mask_tokens_op);
   m.def(
       "sample(Tensor logits, Tensor lines, Tensor temperature, Tensor top_k, Tensor top_p, Tensor max_gap, "

@@ -28,7 +28,7 @@ class AttentionSpec:
     window: int | None = None
     """number of last positions that a token attends to, itself included; None: all positions"""
     soft_cap: float | None = None
-    """scores become soft_cap * tanh(score / soft_cap) (Gemma 2); None: no cap"""
+    """scores become soft_cap * tanh(score / soft_cap), before masks and sinks (Gemma 2); None: no cap"""
     has_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value (GPT-OSS)"""
 
@@ -48,8 +48,6 @@ class AttentionBackend(ABC):
         """`specs`: one per layer. Raises ModelNotSupported for a spec that this backend cannot compute."""
         first = specs[0]
         for spec in specs:
-            if spec.soft_cap is not None:
-                raise ModelNotSupported(f"attention backend {self.name} does not support a soft cap of scores")
             if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (
                 first.num_heads,
                 first.num_kv_heads,
@@ -62,6 +60,8 @@ class AttentionBackend(ABC):
         """[num_layers]"""
         self.sliding_windows = [spec.window for spec in specs]
         """[num_layers]; None: the layer attends to all positions"""
+        self.soft_caps = [spec.soft_cap for spec in specs]
+        """[num_layers]; None: the scores of the layer have no cap"""
         self._have_sinks = [spec.has_sinks for spec in specs]
 
     def num_splits(self, seq_lens: Int32Array) -> int | None:

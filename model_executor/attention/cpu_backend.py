@@ -35,4 +35,5 @@ class CpuAttentionBackend(AttentionBackend):
             self.sliding_windows[layer_id],
             self.scales[layer_id],
             sinks,
+            self.soft_caps[layer_id],
         )

@@ -25,6 +25,8 @@ class HopperAttentionBackend(TritonAttentionBackend):
             raise ModelNotSupported("--hopper-prefill has no kernel for sliding windows: leave it out")
         if any(spec.has_sinks for spec in specs):
             raise ModelNotSupported("--hopper-prefill has no kernel for attention sinks: leave it out")
+        if any(spec.soft_cap is not None for spec in specs):
+            raise ModelNotSupported("--hopper-prefill has no kernel for soft caps of scores: leave it out")
         self._extend_tile = HOPPER_TILE
 
     def _extend(

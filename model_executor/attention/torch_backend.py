@@ -2,7 +2,7 @@
 
 Rows with one new token are grouped into padded rectangles, and each rectangle is one call. The query heads of a KV head
 are folded into the query length, so that keys are not repeated. Each row with several new tokens is one call. torch's
-attention has no sinks, so layers with sinks compute the softmax in steps.
+attention has neither sinks nor soft caps, so layers with one of them compute the softmax in steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_PADDING = 2
 _MAX_RECTANGLE = 1 << 16
 """Most tokens of a rectangle, padding included, unless it has one row. Its K and V are gathered at once."""
 _MAX_SCORES = 1 << 22
-"""Most scores of a layer with sinks that exist at once, unless those of one token are more."""
+"""Most scores of a layer that computes in steps that exist at once, unless those of one token are more."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def gathered_tokens(num_rows: int, longest: int) -> int:
 
 
 def scores_at_once(num_heads: int, num_rows: int, longest: int) -> int:
-    """The most scores of a layer with sinks that exist at once. Arguments as in `gathered_tokens`."""
+    """The most scores of a layer that computes in steps that exist at once. Arguments as in `gathered_tokens`."""
     return max(_MAX_SCORES, num_heads * gathered_tokens(num_rows, longest))
 
 
@@ -171,9 +171,10 @@ class TorchAttentionBackend(AttentionBackend):
         k = self._keys[layer_id].index_select(0, rectangle.slots).view(shape).transpose(1, 2)
         v = self._values[layer_id].index_select(0, rectangle.slots).view(shape).transpose(1, 2)
         scale = self.scales[layer_id]
-        if sinks is not None:
+        soft_cap = self.soft_caps[layer_id]
+        if sinks is not None or soft_cap is not None:
             mask = None if rectangle.mask is None else rectangle.mask[:, 0]
-            return _attend_with_sinks(grouped[:, :, :, None], k, v, mask, scale, sinks).reshape(num_rows, -1)
+            return _attend_in_steps(grouped[:, :, :, None], k, v, mask, scale, soft_cap, sinks).reshape(num_rows, -1)
         out = F.scaled_dot_product_attention(
             grouped, k.to(q.dtype), v.to(q.dtype), attn_mask=rectangle.mask, scale=scale
         )
@@ -184,13 +185,14 @@ class TorchAttentionBackend(AttentionBackend):
         k = self._keys[layer_id].index_select(0, span.slots).view(shape).transpose(0, 1)[None]
         v = self._values[layer_id].index_select(0, span.slots).view(shape).transpose(0, 1)[None]
         scale = self.scales[layer_id]
-        if sinks is not None:
+        soft_cap = self.soft_caps[layer_id]
+        if sinks is not None or soft_cap is not None:
             mask = span.mask
             if mask is None:
                 mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_()
             grouped = q.transpose(0, 1).unflatten(0, (self.num_kv_heads, -1))[None]
-            with_sinks = _attend_with_sinks(grouped, k, v, mask[None], scale, sinks)
-            return with_sinks.flatten(1, 2)[0].transpose(0, 1).reshape(len(q), -1)
+            attended = _attend_in_steps(grouped, k, v, mask[None], scale, soft_cap, sinks)
+            return attended.flatten(1, 2)[0].transpose(0, 1).reshape(len(q), -1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.to(q.dtype),
@@ -203,33 +205,41 @@ class TorchAttentionBackend(AttentionBackend):
         return out[0].transpose(0, 1).reshape(q.shape[0], -1)
 
 
-def _attend_with_sinks(
+def _attend_in_steps(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    sinks: torch.Tensor,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with sinks, in float32: q [b, kv_heads, group, T, head_dim] -> the same shape.
+    """Attention with a soft cap or sinks, in float32: q [b, kv_heads, group, T, head_dim] -> the same shape.
 
     k, v: [b, kv_heads, L, head_dim]. mask: bool [b, T, L]; None: all positions. sinks: float32 [kv_heads * group].
     """
     num_rows, num_kv_heads, group, num_tokens, _ = q.shape
     # One copy each, in the order of the products.
     k, v = (torch.empty(kv.shape, dtype=torch.float32, device=kv.device).copy_(kv) for kv in (k, v))
-    sinks = sinks.view(num_kv_heads, group, 1, 1)
+    if sinks is not None:
+        sinks = sinks.view(num_kv_heads, group, 1, 1)
     out = q.new_empty(q.shape)
-    at_once = max(1, _MAX_SCORES // (num_rows * len(sinks) * group * k.shape[2]))
+    at_once = max(1, _MAX_SCORES // (num_rows * num_kv_heads * group * k.shape[2]))
     for begin in range(0, num_tokens, at_once):
         part = slice(begin, begin + at_once)
         some = q[..., part, :].float().flatten(2, 3) * scale
         scores = (some @ k.mT).unflatten(2, (group, -1))
+        if soft_cap is not None:
+            scores.div_(soft_cap).tanh_().mul_(soft_cap)
         if mask is not None:
             scores.masked_fill_(~mask[:, None, None, part], float("-inf"))
-        top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        top = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks)
         weights = scores.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True) + (sinks - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += (sinks - top).exp()
         out[..., part, :] = (weights.flatten(2, 3) @ v).unflatten(2, (group, -1)) / total
     return out
 

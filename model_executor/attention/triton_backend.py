@@ -154,7 +154,8 @@ class TritonAttentionBackend(AttentionBackend):
             own_q, own_out = (q, out) if launch.tokens is None else (q[launch.tokens], out[launch.tokens])
             decode_attention(
                 own_q, k_buffer, v_buffer, batch.req_to_token, launch.rows, launch.seq_lens, launch.work, own_out,
-                sm_scale=scale, window=window, sinks=sinks, q_loc=launch.q_loc, tile=self._decode_tile,
+                sm_scale=scale, soft_cap=self.soft_caps[layer_id], window=window, sinks=sinks, q_loc=launch.q_loc,
+                tile=self._decode_tile,
             )  # fmt: skip
         if plan.extend is not None:
             self._extend(q, layer_id, batch, sinks, plan.extend, plan.longest, out)
@@ -175,7 +176,8 @@ class TritonAttentionBackend(AttentionBackend):
         extend_attention(
             q, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id], batch.req_to_token, batch.rows,
             batch.extend_start_loc, batch.prefix_lens, work, out, longest=longest, sm_scale=self.scales[layer_id],
-            window=self.sliding_windows[layer_id], sinks=sinks, tile=self._extend_tile,
+            soft_cap=self.soft_caps[layer_id], window=self.sliding_windows[layer_id], sinks=sinks,
+            tile=self._extend_tile,
         )  # fmt: skip
 
     def can_fuse(self, batch: ForwardBatch, dtype: torch.dtype) -> bool:
@@ -208,8 +210,8 @@ class TritonAttentionBackend(AttentionBackend):
         out = fused_decode(
             qkv, self.num_heads, cos, sin, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id],
             batch.out_cache_loc, batch.req_to_token, batch.rows, batch.seq_lens, launch.work, self._counts,
-            sm_scale=self.scales[layer_id], window=self.sliding_windows[layer_id], sinks=sinks,
-            tile=self._decode_tile, dependent=dependent, **norm,
+            sm_scale=self.scales[layer_id], soft_cap=self.soft_caps[layer_id], window=self.sliding_windows[layer_id],
+            sinks=sinks, tile=self._decode_tile, dependent=dependent, **norm,
         )  # fmt: skip
         return out.view(len(out), -1)
 

@@ -109,14 +109,15 @@ def _attend_split(
     unmasked = tl.minimum(tl.maximum(diagonal, lo), hi)
     # Each loop is entered only if it has an iteration. Otherwise ptxas serialises the asynchronous products of Triton
     # 3.6, because the values of a skipped loop join those that are still being computed. With a window it does not.
-    if HAS_WINDOW or lo < unmasked:
+    # With a cap the condition takes registers that the largest heads lack.
+    if HAS_WINDOW or HAS_CAP or lo < unmasked:
         for start in range(lo, unmasked, BLOCK_N):
             slot, top, total, acc = _attend(
                 q, top, total, acc, start, slot, hi, q_pos,
                 k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
                 HEAD_DIM, False, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-    if HAS_WINDOW or unmasked < hi:
+    if HAS_WINDOW or HAS_CAP or unmasked < hi:
         for start in range(unmasked, hi, BLOCK_N):
             slot, top, total, acc = _attend(
                 q, top, total, acc, start, slot, hi, q_pos,

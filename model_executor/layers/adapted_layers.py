@@ -96,8 +96,8 @@ class LoraLayers:
     def head(self, weight: Any) -> Layer:
         return self._layers.head(weight)
 
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
-        return self._layers.output_head(norm, layer)
+    def output_head(self, norm: RMSNorm, layer: Layer, soft_cap: float | None) -> OutputHead:
+        return self._layers.output_head(norm, layer, soft_cap)
 
     def embedding(self, weight: Any) -> Layer:
         return self._layers.embedding(weight)

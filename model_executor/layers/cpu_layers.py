@@ -21,7 +21,7 @@ from .experts import ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .lora_layers import LoraTables
-from .output_head import GreedyHead, GreedyLayer, OutputHead
+from .output_head import GreedyHead, GreedyLayer, OutputHead, PlainHead
 from .packing import Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import Rotaries, RotationTable
 
@@ -59,9 +59,9 @@ class CpuLinear:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.linear(x, self.packed, self.bias, self.num_out, self._to_float)
 
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+    def argmax(self, x: torch.Tensor, soft_cap: float | None = None) -> torch.Tensor:
         """The column of the first largest number of each row of the float32 result, as `GreedyLayer` says."""
-        return _ops.linear_argmax(x, self.packed, self.bias, self.num_out)
+        return _ops.linear_argmax(x, self.packed, self.bias, self.num_out, soft_cap)
 
 
 class CpuGatedLinear:
@@ -242,8 +242,10 @@ class CpuLayers(TorchLayers):
     ) -> AttentionLayer:
         return CpuAttention(layer_id, backend, qk_norm, sinks)
 
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
-        return GreedyHead(norm, layer) if isinstance(layer, GreedyLayer) else super().output_head(norm, layer)
+    def output_head(self, norm: RMSNorm, layer: Layer, soft_cap: float | None) -> OutputHead:
+        if isinstance(layer, GreedyLayer):
+            return GreedyHead(norm, layer, soft_cap, cap_logits=_ops.soft_cap)
+        return PlainHead(norm, layer, soft_cap, cap_logits=_ops.soft_cap)
 
     def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return _ops.select_rows(x, indices)

@@ -66,10 +66,11 @@ class FusedSummedLayer(SummedLayer):
 
 
 class FusedHead(PlainHead):
-    """The OutputHead that is one kernel for few tokens. Their logits have the same bits in any batch."""
+    """The OutputHead that is one kernel for few tokens, without a soft cap. Their logits have the same bits in any
+    batch."""
 
-    def __init__(self, norm: RMSNorm, layer: Linear, *, dependent: bool = False) -> None:
-        super().__init__(norm, layer)
+    def __init__(self, norm: RMSNorm, layer: Linear, soft_cap: float | None = None, *, dependent: bool = False) -> None:
+        super().__init__(norm, layer, soft_cap)
         assert not layer.is_packed
         self._dependent = dependent
         self._weight = layer.weight
@@ -88,7 +89,7 @@ class FusedHead(PlainHead):
         if out is None:
             num_rows = len(x.x if isinstance(x, ScaledRows) else x)
             out = torch.empty((num_rows, len(self._weight)), dtype=torch.float32, device=self._weight.device)
-        return skinny_linear(x, self._weight, norm=norm, out=out, dependent=self._dependent)
+        return self._capped(skinny_linear(x, self._weight, norm=norm, out=out, dependent=self._dependent))
 
 
 class FusedTritonAttention(TritonAttention):
@@ -140,9 +141,9 @@ class FusedTritonLayers(TritonLayers):
         assert isinstance(layer, Linear)
         return FusedSummedLayer(layer, next_norm, dependent=self._dependent)
 
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
+    def output_head(self, norm: RMSNorm, layer: Layer, soft_cap: float | None) -> OutputHead:
         assert isinstance(layer, Linear)
-        return FusedHead(norm, layer, dependent=self._dependent)
+        return FusedHead(norm, layer, soft_cap, dependent=self._dependent)
 
 
 def _few_rows(stream: Stream) -> tuple[torch.Tensor | ScaledRows, torch.Tensor] | None:

@@ -90,8 +90,9 @@ class LayerKinds(Protocol):
     def head(self, weight: Any) -> Layer:
         """Make the layer of the output head, from hidden states to logits."""
 
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
-        """Join the last norm and the layer of the output head. `layer`: made by `head`."""
+    def output_head(self, norm: RMSNorm, layer: Layer, soft_cap: float | None) -> OutputHead:
+        """Join the last norm and the layer of the output head. `layer`: made by `head`. `soft_cap`: that of the logits,
+        if they have one."""
 
     def embedding(self, weight: Any) -> Layer:
         """Make the embedding, from token ids to vectors."""
@@ -161,8 +162,8 @@ class TorchLayers:
     def head(self, weight: Any) -> Layer:
         return Linear(weight)
 
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
-        return PlainHead(norm, layer)
+    def output_head(self, norm: RMSNorm, layer: Layer, soft_cap: float | None) -> OutputHead:
+        return PlainHead(norm, layer, soft_cap)
 
     def embedding(self, weight: Any) -> Layer:
         return Embedding(weight)

@@ -37,9 +37,9 @@ class QuantizedLinear:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.quantized_linear(x, self.packed, self.bias, self.num_out, *self._options)
 
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+    def argmax(self, x: torch.Tensor, soft_cap: float | None = None) -> torch.Tensor:
         """The column of the first largest number of each row of the float32 result, as `GreedyLayer` says."""
-        return _ops.quantized_linear_argmax(x, self.packed, self.bias, self.num_out, self._options[0])
+        return _ops.quantized_linear_argmax(x, self.packed, self.bias, self.num_out, self._options[0], soft_cap)
 
 
 class QuantizedGatedLinear:

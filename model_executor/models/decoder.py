@@ -1,4 +1,5 @@
-"""The decoder of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 3, OLMo 2, OLMo 3, Granite 3, GPT-OSS.
+"""The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 2, Gemma 3, OLMo 2,
+OLMo 3, Granite 3 and GPT-OSS.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
@@ -177,7 +178,7 @@ class Decoder:
             self.embed_tokens = layers.embedding(embedding)
         if config.embedding_factor != 1:
             self.embed_tokens = layers.scaled_embedding(self.embed_tokens, config.embedding_factor)
-        self.head = layers.output_head(self.norm, self.lm_head)
+        self.head = layers.output_head(self.norm, self.lm_head, config.logits_soft_cap)
         self.start_decode = layers.start_decode(self.embed_tokens, self.rotary)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Stream:
@@ -218,6 +219,7 @@ def _attention(config: ModelConfig) -> list[AttentionSpec]:
             scale=config.attention_scale,
             rope=rope,
             window=window,
+            soft_cap=config.scores_soft_cap,
             has_sinks=FAMILIES[config.architecture].attention_sinks,
         )
         for window, rope in zip(config.sliding_windows, config.ropes, strict=True)

@@ -128,10 +128,10 @@ def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk:
     return gathered + slots_and_masks + chunk * longest * (dtype.itemsize + 2)
 
 
-def sink_bytes(config: ModelConfig, *, chunk: int, rows: int, longest: int) -> int:
-    """An upper bound in bytes of what torch attention takes for layers with sinks, in addition to `gather_bytes`.
+def bytes_in_steps(config: ModelConfig, *, chunk: int, rows: int, longest: int) -> int:
+    """An upper bound in bytes of what torch attention takes for layers with sinks or soft caps, besides `gather_bytes`.
 
-    They compute in float32. Arguments as in `gather_bytes`.
+    They compute in float32, in steps. Arguments as in `gather_bytes`.
     """
     kv = 2 * config.num_kv_heads * config.head_dim * gathered_tokens(rows, longest)
     # The queries, their product with the scale, the products with values and the outputs.
@@ -156,8 +156,8 @@ def torch_attention_bytes(
         rows=settings.max_running_requests,
         longest=longest,
     )
-    if any(spec.has_sinks for spec in family_of(config).attention(config)):
-        gathered += sink_bytes(config, chunk=chunk, rows=settings.max_running_requests, longest=longest)
+    if any(spec.has_sinks or spec.soft_cap is not None for spec in family_of(config).attention(config)):
+        gathered += bytes_in_steps(config, chunk=chunk, rows=settings.max_running_requests, longest=longest)
     return gathered + (chunk * longest * config.num_heads * _SCORE_BYTES if writes_scores else 0)
 
 

@@ -64,6 +64,10 @@ class ModelConfig:
     """factor of the outputs of attention and feed-forward layers, before they are added to the residual"""
     logits_divisor: float = 1.0
     """what logits are divided by"""
+    scores_soft_cap: float | None = None
+    """scores of attention become cap * tanh(score / cap); None: no cap"""
+    logits_soft_cap: float | None = None
+    """the same for logits"""
     input_norms: bool = True
     """whether the residual is normalised before attention and feed-forward layers"""
     output_norms: bool = False

@@ -27,7 +27,7 @@ class Problem:
     `shared`: for each request a request before it and how many of its tokens are its own first ones, too.
     """
 
-    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed, shared=None, sinks=None):
+    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed, shared=None, sinks=None, soft_cap=None):
         generator = torch.Generator().manual_seed(seed)
         size, context = sum(lens) + 40, max(lens) + 3
         self.k, self.v = (torch.full((size, kv_heads, head_dim), math.nan).to(dtype) for _ in range(2))
@@ -47,6 +47,7 @@ class Problem:
             self.q.append(q.mul(2).to(dtype))
         self.scale = head_dim**-0.5
         self.sinks = sinks
+        self.soft_cap = soft_cap
         self.pools = self.k, self.v
 
     def in_panels(self):
@@ -95,6 +96,7 @@ class Problem:
             window,
             self.scale,
             self.sinks,
+            self.soft_cap,
         )
         return out.split(counts[1:].tolist())
 
@@ -106,6 +108,8 @@ class Problem:
             slots = self.table[self.rows[request], first : position + 1].long()
             k, v = (pool[slots].double().repeat_interleave(group, 1) for pool in (self.k, self.v))
             scores = torch.einsum("hd,nhd->hn", self.q[request][position].double(), k) * self.scale
+            if self.soft_cap is not None:
+                scores = self.soft_cap * (scores / self.soft_cap).tanh()
             logits = scores if self.sinks is None else torch.cat([scores, self.sinks.double()[:, None]], 1)
             out.append(torch.einsum("hn,nhd->hd", logits.softmax(-1)[:, : len(slots)], v).flatten())
         return torch.stack(out)
@@ -122,18 +126,21 @@ def test_attention(data):
     starts = [max(0, n - data.draw(st.sampled_from([1, 1, 5, 40, 150]))) for n in lens]
     seed = data.draw(st.integers(0, 2**31))
     sinks = random_sinks(kv_heads * group, seed) if data.draw(st.booleans()) else None
-    problem = Problem(dtype, kv_heads, group, head_dim, lens, seed, sinks=sinks)
+    soft_cap = data.draw(st.sampled_from([None, 0.5, 3.0, 50.0]))
+    problem = Problem(dtype, kv_heads, group, head_dim, lens, seed, sinks=sinks, soft_cap=soft_cap)
     requests = list(range(len(lens)))
     for request, out in enumerate(problem.attend(requests, starts, lens, window)):
         assert_close(out, problem.expected(request, starts[request], lens[request], window), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "sinks"), [(None, None), (100, None), (100, random_sinks(9, 1))])
-def test_a_token_has_the_same_bits_in_any_step(dtype, window, sinks):
+@pytest.mark.parametrize(
+    ("window", "sinks", "soft_cap"), [(None, None, None), (100, None, 3.0), (100, random_sinks(9, 1), None)]
+)
+def test_a_token_has_the_same_bits_in_any_step(dtype, window, sinks, soft_cap):
     """Alone, decoded beside others, in chunks of any size."""
     lens = [620, 1, 300, 64, 257, 513]
-    problem = Problem(dtype, 3, 3, 64, lens, 3, sinks=sinks)
+    problem = Problem(dtype, 3, 3, 64, lens, 3, sinks=sinks, soft_cap=soft_cap)
     whole = [problem.attend([r], [0], [n], window)[0] for r, n in enumerate(lens)]
     for request, position in ((0, 619), (0, 255), (0, 256), (2, 299), (4, 256), (5, 0)):
         alone = problem.attend([request], [position], [position + 1], window)[0]
@@ -177,7 +184,7 @@ def test_requests_that_share_keys(data):
     window = data.draw(st.sampled_from([None, None, 200]))
     seed = data.draw(st.integers(0, 2**31))
     sinks = random_sinks(kv_heads * group, seed) if data.draw(st.booleans()) else None
-    problem = Problem(dtype, kv_heads, group, 64, lens, seed, shared, sinks)
+    problem = Problem(dtype, kv_heads, group, 64, lens, seed, shared, sinks, data.draw(st.sampled_from([None, 3.0])))
     requests = data.draw(st.permutations(range(len(lens))))
     ends = [lens[r] for r in requests]
     starts = [n - data.draw(st.sampled_from([1, 1, 1, min(n, 9)])) for n in ends]
@@ -212,14 +219,15 @@ def test_a_sink_of_minus_infinity_is_none(dtype):
         ({"window": 0}, "a window must be positive, got 0"),
         ({"sinks": torch.zeros(2)}, r"sinks must have shape \[1\], got \[2\]"),
         ({"sinks": torch.zeros(1, dtype=torch.float64)}, "sinks must be Float, got Double"),
+        ({"soft_cap": 0.0}, "a soft cap must be positive, got 0"),
     ],
 )
 def test_attention_refuses_what_is_not_in_its_tensors(wrong, error):
     pools, table = torch.randn(2, 40, 1, 32), torch.randint(0, 40, (3, 12), dtype=torch.int32)
 
-    def attend(rows=(1, 2), lens=(9, 12), starts=(0, 1, 4), window=None, sinks=None):
+    def attend(rows=(1, 2), lens=(9, 12), starts=(0, 1, 4), window=None, sinks=None, soft_cap=None):
         numbers = (torch.tensor(given) for given in (rows, lens, starts))
-        return ops.attention(torch.randn(4, 1, 32), *pools, table, *numbers, window, 1.0, sinks)
+        return ops.attention(torch.randn(4, 1, 32), *pools, table, *numbers, window, 1.0, sinks, soft_cap)
 
     assert attend().shape == (4, 32)
     with pytest.raises(RuntimeError, match=error):

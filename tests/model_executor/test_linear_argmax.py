@@ -43,13 +43,15 @@ def make_head(kind, weight, bias=None):
     return (CpuLinear if kind.startswith("widened") else QuantizedLinear)(quantized, bias, to_float=True)
 
 
-def assert_tokens_of_logits(head, x):
+def assert_tokens_of_logits(head, x, soft_cap=None):
     logits = head(x)
+    if soft_cap is not None:
+        ops.soft_cap(logits, soft_cap)
     expected = ops.argmax(logits)
     invalid = logits.isnan().any(1) | (logits == -math.inf).all(1)
     assert torch.equal(expected, logits.nan_to_num(nan=0.0, neginf=-3e38).argmax(1).masked_fill(invalid, -1))
     for _ in range(3):  # whichever thread has which columns
-        assert torch.equal(head.argmax(x), expected)
+        assert torch.equal(head.argmax(x, soft_cap), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -60,17 +62,18 @@ def assert_tokens_of_logits(head, x):
     groups=st.integers(1, 5),
     distinct=st.sampled_from([1, 3, 40]),
     biased=st.booleans(),
+    soft_cap=st.sampled_from([None, 0.5, 30.0]),
     seed=st.integers(0, 2**31),
 )
-def test_the_tokens_are_those_of_the_logits(kind, rows, n, groups, distinct, biased, seed):
-    """Equal columns of the weight give ties."""
+def test_the_tokens_are_those_of_the_logits(kind, rows, n, groups, distinct, biased, soft_cap, seed):
+    """Equal columns of the weight give ties, and so does a low soft cap."""
     dtype, weight_kind = kind
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 32 * groups, generator=generator).to(dtype)
     columns = torch.randint(0, distinct, (n,), generator=generator)
     weight = torch.randn(distinct, 32 * groups, generator=generator)[columns]
     bias = torch.randn(distinct, generator=generator)[columns] if biased else None
-    assert_tokens_of_logits(make_head(weight_kind, weight, bias), x)
+    assert_tokens_of_logits(make_head(weight_kind, weight, bias), x, soft_cap)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -1,10 +1,10 @@
-"""Attention sinks on a CPU: the compiled backend against torch's, and layers whose sinks are overwritten."""
+"""Sinks and soft caps on a CPU: the compiled backend against torch's, and layers whose sinks are overwritten."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_sinks
+from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_caps, with_sinks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,11 +40,13 @@ def pool(dtype: torch.dtype, seed: int) -> MHATokenToKVPool:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     lens=st.lists(st.integers(12, CONTEXT), min_size=1, max_size=3),
     decode=st.booleans(),
+    caps=st.tuples(*[st.sampled_from([None, 0.5, 4.0])] * 2),
 )
-def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, lens, decode):
+def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, lens, decode, caps):
     g = torch.Generator().manual_seed(seed)
     cfg = config(group, window)
     sinks = [random_sinks(cfg.num_heads, seed), random_sinks(cfg.num_heads, seed + 1)]
+    specs = with_caps(with_sinks(family_of(cfg).attention(cfg), sinks), caps)
     rows, extend_lens = (
         [Row(i, n) for i, n in enumerate(lens)],
         [1 if decode or i % 2 else 12 for i in range(len(lens))],
@@ -52,12 +54,9 @@ def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, lens, de
     batch = make_batch(rows, extend_lens, table_of(len(lens), g), decode)
     fused = torch.randn(len(batch.positions), cfg.num_heads + 4, 16, generator=g).to(dtype)
     ours, reference = (
-        attend(
-            create_attention_backend(name, with_sinks(family_of(cfg).attention(cfg), sinks), pool(dtype, seed)),
-            batch, fused, cfg.num_heads, sinks,
-        )
+        attend(create_attention_backend(name, specs, pool(dtype, seed)), batch, fused, cfg.num_heads, sinks)
         for name in ("cpu", "torch")
-    )  # fmt: skip
+    )
     for out, want in zip(ours, reference, strict=True):
         error = (out.double() - want.double()).norm() / want.double().norm()
         assert error < (1e-5 if dtype == torch.float32 else 1.5e-2)

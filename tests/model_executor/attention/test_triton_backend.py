@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_sinks
+from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_caps, with_sinks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
@@ -44,19 +44,20 @@ def pool(dtype: torch.dtype, page_size: int = 1) -> MHATokenToKVPool:
     multiprocessors=st.sampled_from([1, 8, 1000]),
     page_size=st.sampled_from([1, 16]),  # one look-up for each slot, or for each KV tile
     have_sinks=st.tuples(st.booleans(), st.booleans()),
+    caps=st.tuples(*[st.sampled_from([None, 0.5, 4.0])] * 2),
 )
 def test_the_outputs_are_the_torch_backends(
-    seed, group, window, dtype, prompts, steps, multiprocessors, page_size, have_sinks
+    seed, group, window, dtype, prompts, steps, multiprocessors, page_size, have_sinks, caps
 ) -> None:
     with mock.patch.object(extend_attention, "num_multiprocessors", lambda device: multiprocessors):
-        check_outputs(seed, group, window, dtype, prompts, steps, page_size, have_sinks)
+        check_outputs(seed, group, window, dtype, prompts, steps, page_size, have_sinks, caps)
 
 
-def check_outputs(seed, group, window, dtype, prompts, steps, page_size, have_sinks) -> None:
+def check_outputs(seed, group, window, dtype, prompts, steps, page_size, have_sinks, caps) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg = config(group, window)
     sinks = [random_sinks(cfg.num_heads, seed + layer) if has else None for layer, has in enumerate(have_sinks)]
-    specs = with_sinks(family_of(cfg).attention(cfg), sinks)
+    specs = with_caps(with_sinks(family_of(cfg).attention(cfg), sinks), caps)
     triton, reference = (cls(specs, pool(dtype, page_size)) for cls in (TritonAttentionBackend, TorchAttentionBackend))
     pages = torch.randperm(NUM_SLOTS // page_size, generator=g)[:, None] + 1
     slots = (pages * page_size + torch.arange(page_size)).flatten().int()
@@ -109,7 +110,7 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
     g = torch.Generator().manual_seed(2)
     cfg = config(2, None)
     sinks = [None, torch.randn(cfg.num_heads, generator=g)]
-    specs = with_sinks(family_of(cfg).attention(cfg), sinks)
+    specs = with_caps(with_sinks(family_of(cfg).attention(cfg), sinks), [0.5, None])
     rows, shared = [Row(i + 1, 91) for i in range(17)], torch.randperm(128, generator=g)[:120] + 1
     table = shared.repeat(18, 1).int()
     table[1:, 90] = shared[90:107]
@@ -151,15 +152,16 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
     pool_dtype=st.sampled_from([None, torch.float8_e4m3fn]),
     norm=st.sampled_from([None, "heads", "rows"]),
     has_sinks=st.booleans(),
+    cap=st.sampled_from([None, 0.5]),
     extend_lens=st.sampled_from([[1, 1], [5, 1], [4, 7]]),
     layer=st.sampled_from([TritonAttention, FusedTritonAttention]),
 )
 @example(
-    seed=1, dtype=torch.float32, pool_dtype=None, norm=None, has_sinks=True, extend_lens=[1, 1],
+    seed=1, dtype=torch.float32, pool_dtype=None, norm=None, has_sinks=True, cap=0.5, extend_lens=[1, 1],
     layer=FusedTritonAttention,
 )  # fmt: skip
 def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
-    seed, dtype, pool_dtype, norm, has_sinks, extend_lens, layer
+    seed, dtype, pool_dtype, norm, has_sinks, cap, extend_lens, layer
 ) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg, device = config(3, None), torch.device("cpu")
@@ -173,7 +175,8 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
     sinks = random_sinks(cfg.num_heads, seed) if has_sinks else None
 
     def backend(kind: type[AttentionBackend]) -> AttentionBackend:
-        made = kind(with_sinks(family_of(cfg).attention(cfg), [None, sinks]), pool(pool_dtype or dtype))
+        specs = with_caps(with_sinks(family_of(cfg).attention(cfg), [None, sinks]), [None, cap])
+        made = kind(specs, pool(pool_dtype or dtype))
         for buffer, kept in zip((made.kv_pool.k_buffer[1], made.kv_pool.v_buffer[1]), old, strict=True):
             buffer.copy_(kept)
         made.plan(batch)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_steps import NUM_SLOTS, Row, attend, config, make_batch, with_sinks
+from backend_steps import NUM_SLOTS, Row, attend, config, make_batch, with_caps, with_sinks
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor.attention import hopper_backend
@@ -85,3 +85,6 @@ def test_what_the_kernel_lacks_is_refused() -> None:
     sunk = with_sinks(family_of(CONFIG).attention(CONFIG), [None, torch.zeros(CONFIG.num_heads)])
     with pytest.raises(ModelNotSupported, match="--hopper-prefill has no kernel for attention sinks"):
         create_attention_backend(HOPPER, sunk, pool())
+    capped = with_caps(family_of(CONFIG).attention(CONFIG), [None, 50.0])
+    with pytest.raises(ModelNotSupported, match="--hopper-prefill has no kernel for soft caps of scores"):
+        create_attention_backend(HOPPER, capped, pool())

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from backend_steps import Row, make_batch, with_sinks
+from backend_steps import Row, make_batch, with_caps, with_sinks
 from cpu_models import CONFIG
 from lora_adapters import save_for_config
 from patience import PATIENCE_S
@@ -26,7 +26,7 @@ from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load, step_memory
-from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes, saved_split_bytes, sink_bytes
+from tercet.model_executor.runner.step_memory import activation_bytes, bytes_in_steps, gather_bytes, saved_split_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 
@@ -150,18 +150,18 @@ def test_what_the_torch_backend_gathers_is_kept_for_it(dtype, windows):
 
 @pytest.mark.parametrize("windows", [(None,), (70,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_sinks_take_on_torch_is_kept_for_them(dtype, windows, monkeypatch):
+def test_what_sinks_and_soft_caps_take_on_torch_is_kept_for_them(dtype, windows, monkeypatch):
     rows, context, chunk = 8, 320, 64
     monkeypatch.setattr(torch_backend, "_MAX_SCORES", 1 << 17)  # chunks of queries have more
     config = replace(CONFIG, num_layers=1, sliding_windows=windows)
     sinks = torch.zeros(config.num_heads)
-    specs = with_sinks(family_of(config).attention(config), [sinks])
+    specs = with_caps(with_sinks(family_of(config).attention(config), [sinks]), [5.0])
     pool = MHATokenToKVPool(4096, 1, 1, config.num_kv_heads, config.head_dim, dtype, "cpu")
     backend = torch_backend.TorchAttentionBackend(specs, pool)
     table = torch.arange(rows * context, dtype=torch.int32).view(rows, context)
     requests = [Row(row, context - row) for row in range(rows)]
     kept = gather_bytes(config, dtype, tokens=rows * chunk, chunk=chunk, rows=rows, longest=context)
-    kept += sink_bytes(config, chunk=chunk, rows=rows, longest=context)
+    kept += bytes_in_steps(config, chunk=chunk, rows=rows, longest=context)
     for num_new in (1, chunk):
         batch = make_batch(requests, [num_new] * rows, table, decode=num_new == 1)
         q = torch.zeros(rows * num_new, config.num_heads, config.head_dim, dtype=dtype)
@@ -175,7 +175,7 @@ def test_what_sinks_take_on_torch_is_kept_for_them(dtype, windows, monkeypatch):
         assert windows[0] is not None or kept < 4 * measured
 
 
-def test_a_server_on_torch_keeps_room_for_sinks(monkeypatch):
+def test_a_server_on_torch_keeps_room_for_sinks_and_soft_caps(monkeypatch):
     def reserve(**changes):
         def attention(config):
             return [replace(spec, **changes) for spec in family_of(config).attention(config)]
@@ -186,6 +186,7 @@ def test_a_server_on_torch_keeps_room_for_sinks(monkeypatch):
         return load._RunnerBuilder(settings, CONFIG).cpu_reserve(Memory(1 << 40, 1 << 40))
 
     assert reserve(has_sinks=True) - reserve() > 4 * torch_backend._MAX_SCORES
+    assert reserve(soft_cap=50.0) == reserve(has_sinks=True)
 
 
 def test_no_rectangle_is_larger_than_what_is_kept(monkeypatch):
