@@ -42,7 +42,7 @@ FACTORS = {
 
 
 PHI3 = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-GEMMA3 = {
+GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -70,7 +70,7 @@ def gguf_name(name, arch):
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, index, rest = stem.split(".", 3)
-        stems = HF_TO_GGUF | PHI3 | {"gemma3": GEMMA3, "olmo2": OLMO2, "gpt-oss": GPT_OSS}.get(arch, {})
+        stems = HF_TO_GGUF | PHI3 | {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": OLMO2, "gpt-oss": GPT_OSS}.get(arch, {})
         return f"blk.{index}.{stems[rest]}.{suffix}"
     return f"{HF_TO_GGUF[stem]}.{suffix}"
 
@@ -163,8 +163,13 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     if arch == "phi3":
         writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
         writer.add_sliding_window(config.sliding_window or 0)
-    if arch == "gemma3":
-        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2" and config.attn_logit_softcapping is not None:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if arch == "gemma2" and config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch in ("gemma2", "gemma3"):
+        if config.sliding_window is not None:
+            writer.add_sliding_window(config.sliding_window)
         tensors = {name: tensor + 1 if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
     if arch == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -59,6 +60,11 @@ GEMMA = (
     | LARGE_EPS
     | {"head_dim": 24, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
 )
+GEMMA2 = BASE | {
+    "head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 3.0,
+}  # fmt: skip
+"""Both caps are less than many scores and logits."""
 GRANITE = BASE | LARGE_EPS | {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0,
 }  # fmt: skip
@@ -137,6 +143,15 @@ CONFIGS = {
     ),
     "granite": lambda: GraniteConfig(**GRANITE, tie_word_embeddings=True),
     "granite_biases": lambda: GraniteConfig(**GRANITE | {"logits_scaling": 8.0}, attention_bias=True, mlp_bias=True),
+    "gemma2": lambda: Gemma2Config(**GEMMA2),
+    "gemma2_scores": lambda: Gemma2Config(
+        **GEMMA2 | {"head_dim": 16, "query_pre_attn_scalar": 9, "final_logit_softcapping": None},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.5},
+    ),
+    "gemma2_logits": lambda: Gemma2Config(**GEMMA2 | {"attn_logit_softcapping": None, "num_key_value_heads": 1}),
     "gemma3": lambda: Gemma3TextConfig(**GEMMA),
     "gemma3_default": lambda: Gemma3TextConfig(
         **BASE | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},

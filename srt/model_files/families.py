@@ -33,6 +33,8 @@ from .layer_windows import (
 )
 from .settings import Settings
 
+SOFT_CAP_KEYS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""The keys of the soft caps of scores and of logits, in config.json and in GGUF files."""
 QKNormKind: TypeAlias = Literal["heads", "rows"]
 """What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads."""
 
@@ -86,6 +88,8 @@ class Family:
     """whether embeddings are multiplied by the square root of hidden_size"""
     has_multipliers: bool = False
     """whether a config has factors of embeddings, residuals, scores and logits (Granite)"""
+    has_soft_caps: bool = False
+    """whether a config may have soft caps of scores and logits"""
     input_norms: bool = True
     """`ModelConfig.input_norms`"""
     output_norms: bool = False
@@ -95,6 +99,11 @@ class Family:
     gguf_window_period: int | None = None
     """The period of the layers without a window in a GGUF file that names no period (`local_windows`). None: such
     files may not have a window."""
+    gguf_window: int | None = 0
+    """The window of a GGUF file that names none; 0: its layers have none. None: the file must name one."""
+    gguf_layers_scaled_by_width: int | None = None
+    """Number of layers of the models whose scale of attention follows from hidden_size / num_heads. GGUF files have no
+    key for it, so llama.cpp decides it in this way, too."""
     experts: ReadExperts | None = None
     """reads the mixture of experts; None: all feed-forward layers are dense"""
     expert_names: ExpertNames = QWEN_NAMES
@@ -136,6 +145,28 @@ _GEMMA3 = Family(
     output_norms=True,
     norm_offset=1.0,
     gguf_window_period=6,
+    gguf_layers_scaled_by_width=62,
+)
+
+_GEMMA2 = dataclasses.replace(
+    _GEMMA3,
+    model_type="gemma2",
+    sliding_windows=window_of_every_other_layer,
+    qk_norm=None,
+    defaults=_GEMMA3.defaults
+    | {
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    default_rope_theta=10000.0,
+    has_local_rope=False,
+    local_rope_theta=None,
+    has_soft_caps=True,
+    gguf_window_period=2,
+    gguf_window=4096,
+    gguf_layers_scaled_by_width=46,
 )
 
 _OLMO2 = Family(
@@ -237,6 +268,7 @@ FAMILIES: dict[str, Family] = {
         has_multipliers=True,
         defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
     "GptOssForCausalLM": Family(
@@ -255,6 +287,7 @@ FAMILIES: dict[str, Family] = {
         expert_names=GPT_OSS_NAMES,
         stacked_experts=True,
         gguf_window_period=2,
+        gguf_window=None,
         gguf_gate=ClampedGate(1.702, 7.0),
     ),
 }
@@ -269,6 +302,7 @@ GGUF_ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",

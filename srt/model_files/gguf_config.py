@@ -16,6 +16,7 @@ from .families import (
     GGUF_ARCHITECTURES,
     GGUF_ARCHITECTURES_WITH_EXPERTS,
     GGUF_ARCHITECTURES_WITH_WINDOWS,
+    SOFT_CAP_KEYS,
     Family,
 )
 from .generation_defaults import GGUF_KEYS, read_generation_defaults
@@ -62,7 +63,9 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
     if (parts := metadata.integer("split.count", 0, minimum=0)) > 1:
         raise metadata.unsupported(f"the file is one of {parts} split files; merge them first")
     prefix = f"{arch}."
-    keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if FAMILIES[GGUF_ARCHITECTURES[arch]].has_multipliers else ())
+    family = FAMILIES[GGUF_ARCHITECTURES[arch]]
+    keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
+    keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
     for key in file.metadata:
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and name not in keys and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
@@ -106,14 +109,15 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         ropes = ropes_of_windows(windows, rope, RopeConfig(local_theta))
     elif local_theta != rope.theta:
         raise metadata.unsupported(f"{prefix}rope.freq_base_swa={local_theta:g} is not supported")
-    if family.has_query_scalar:
-        # GGUF files have no key for the scale. As in llama.cpp, only Gemma 3 27B has another one.
-        scale = (hidden_size // num_heads if num_layers == 62 else head_dim) ** -0.5
+    if num_layers == family.gguf_layers_scaled_by_width:
+        scale = (hidden_size // num_heads) ** -0.5
     if family.has_multipliers:
         scale = config.number("attention.scale", scale)
         # As in llama.cpp, it says for these files whether there is a rotary embedding.
         if not config.flag("rope.scaling.finetuned", True):
             raise config.unsupported_value("rope.scaling.finetuned", "true", False)
+    # As in llama.cpp, a file without the keys has the caps of the first models.
+    caps = [config.number(key, family.defaults[key]) if family.has_soft_caps else None for key in SOFT_CAP_KEYS]
     special = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture=architecture,
@@ -134,6 +138,8 @@ def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> M
         embedding_scale=math.sqrt(hidden_size) if family.scales_embeddings else config.number("embedding_scale", 1.0),
         residual_scale=config.number("residual_scale", 1.0),
         logits_divisor=config.number("logit_scale", 1.0),
+        scores_soft_cap=caps[0],
+        logits_soft_cap=caps[1],
         input_norms=family.input_norms,
         output_norms=family.output_norms,
         tie_word_embeddings="output.weight" not in tensors,
@@ -162,10 +168,8 @@ def _architecture(config: Settings, arch: str) -> str:
 
 
 def _windows(config: Settings, family: Family, num_layers: int) -> SlidingWindows:
-    # As in llama.cpp, a file of GPT-OSS must have a window, and others need not.
-    needs_window = bool(family.gguf_window_period) and not family.has_local_rope
     key, pattern_key = "attention.sliding_window", "attention.sliding_window_pattern"
-    window = config.integer(key, None if needs_window else 0, minimum=int(needs_window))
+    window = config.integer(key, family.gguf_window, minimum=0 if family.gguf_window == 0 else 1)
     period = family.gguf_window_period
     if not window:
         return (None,) * num_layers

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .families import FAMILIES, Family, not_in_families
+from .families import FAMILIES, SOFT_CAP_KEYS, Family, not_in_families
 from .generation_defaults import HF_KEYS, read_generation_defaults
 from .model_config import ACTIVATIONS, MAX_LAYERS, Activation, ModelConfig
 from .quantization_config import read_quantization_config
@@ -42,9 +42,10 @@ def config_from_hf(
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if config.flag(key, causal) != causal:
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported: attention here is always causal")
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.get(key) is not None:
-            raise config.unsupported(f"{key} is not supported")
+    soft_caps = [config.optional_number(key) for key in SOFT_CAP_KEYS]
+    for key, cap in zip(SOFT_CAP_KEYS, soft_caps, strict=True):
+        if cap is not None and not family.has_soft_caps:
+            raise config.unsupported(f"{key} is not supported for {architecture}")
 
     num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
@@ -94,6 +95,8 @@ def config_from_hf(
         embedding_scale=multipliers.embeddings,
         residual_scale=multipliers.residual,
         logits_divisor=multipliers.logits_divisor,
+        scores_soft_cap=soft_caps[0],
+        logits_soft_cap=soft_caps[1],
         input_norms=family.input_norms,
         output_norms=family.output_norms,
         norm_offset=family.norm_offset,

@@ -80,7 +80,7 @@ def _build(metadata: Settings) -> TokenizerParts:
 
 
 def _is_gemma(metadata: Settings) -> bool:
-    return metadata.text("general.architecture") == "gemma3"
+    return metadata.text("general.architecture") in ("gemma2", "gemma3")
 
 
 def _byte_level_bpe(metadata: Settings, tokens: list[str]) -> tokenizers.Tokenizer:

@@ -12,7 +12,7 @@ from cpu_models import CONFIG, VARIANTS, make_cpu_runner
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import make_model, save
-from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
+from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal, assert_soft_caps_come_first
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
@@ -26,13 +26,17 @@ SEVERAL_ROPES = replace(
     CONFIG, layer_ropes=tuple(NO_ROTATION if index == 1 else CONFIG.rope for index in range(CONFIG.num_layers))
 )
 LIKE_GEMMA = replace(
-    SEVERAL_ROPES, output_norms=True, norm_offset=1.0, embedding_scale=8.0, hidden_act="gelu_tanh", attention_scale=0.2
-)
+    SEVERAL_ROPES, output_norms=True, norm_offset=1.0, embedding_scale=8.0, hidden_act="gelu_tanh",
+    attention_scale=0.2, scores_soft_cap=0.5, logits_soft_cap=2.0,
+)  # fmt: skip
 LIKE_GRANITE = replace(CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.1, logits_divisor=6.0)
 LIKE_OLMO = replace(CONFIG, input_norms=False, output_norms=True, qk_norm="rows")
 MODELS = [
     "smollm3",
     "smollm3_window",
+    "gemma2",
+    "gemma2_scores",
+    "gemma2_logits",
     "gemma3",
     "gemma3_scaled",
     "gemma3_images",
@@ -53,6 +57,11 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tm
     ids = np.random.default_rng(1).integers(0, 131, 50)
     assert_logits_equal(driver, model, ids)
     assert_greedy_tokens_equal(driver, model, ids[:9])
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_soft_caps_of_logits_come_before_what_reads_them(backend: str, tmp_path: Path) -> None:
+    assert_soft_caps_come_first(backend, tmp_path)
 
 
 @pytest.mark.parametrize(

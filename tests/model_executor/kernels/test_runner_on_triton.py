@@ -8,6 +8,7 @@ import torch
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import make_model, reference_logits, save
+from transformers_parity import assert_soft_caps_come_first
 
 from tercet.srt.model_files.load_config import load_model_config
 
@@ -27,6 +28,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("granite", False),
         ("granite_biases", True),
         ("olmo2", True),
+        ("gemma2_scores", False),
+        ("gemma2", True),
         ("gemma3_scaled", False),
         ("gemma3", True),
         ("gpt_oss", False),
@@ -59,6 +62,11 @@ def test_logits_equal_transformers(name, fuse_small_steps, tmp_path, monkeypatch
     check([1, 3, 2])
     driver.decode([3, 1, 2], [int(ids[row][driver.lens[row]]) for row in (3, 1, 2)])
     check([3, 1, 2])
+
+
+def test_soft_caps_of_logits_come_before_what_reads_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
+    assert_soft_caps_come_first("triton", tmp_path)
 
 
 @pytest.mark.parametrize("fuse_small_steps", [False, True])

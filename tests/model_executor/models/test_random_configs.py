@@ -124,6 +124,14 @@ OF_FAMILY = {
         attention_bias=[False, True],
         mlp_bias=[False, True],
     ),
+    "gemma2": some(
+        sliding_window=[1, 5, 9],
+        query_pre_attn_scalar=[8, 30],
+        attn_logit_softcapping=[None, 1, 2.5],
+        final_logit_softcapping=[None, 2.0, 4],
+        attention_bias=[False, True],
+        hidden_activation=["silu", "gelu_pytorch_tanh"],
+    ),
     "gemma3_text": some(
         sliding_window=[1, 5, 9],
         sliding_window_pattern=[1, 2, 6],

@@ -125,7 +125,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse", "gpt_oss_full", "granite"]
+    "name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse", "gpt_oss_full", "granite", "gemma2"]
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
     compare(stored(name), 2)

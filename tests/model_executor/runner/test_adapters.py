@@ -25,8 +25,8 @@ from tercet.srt.model_files.load_config import load_model_config
 pytestmark = pytest.mark.timeout(300)
 SIZE = LoraSize(3, 6)
 KINDS = [
-    "llama", "llama_biases", "qwen2_tied", "qwen3", "phi3", "phi3_partial", "smollm3", "gemma3", "gemma3_scaled",
-    "gemma3_images", "gpt_oss", "qwen3_moe", "mixtral", "mistral_window", "olmo2", "olmo3", "granite",
+    "llama", "llama_biases", "qwen2_tied", "qwen3", "phi3", "phi3_partial", "smollm3", "gemma2", "gemma3",
+    "gemma3_scaled", "gemma3_images", "gpt_oss", "qwen3_moe", "mixtral", "mistral_window", "olmo2", "olmo3", "granite",
 ]  # fmt: skip
 
 

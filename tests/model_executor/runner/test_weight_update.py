@@ -64,10 +64,17 @@ def test_a_checkpoint_of_another_dtype(tmp_path: Path, backend: str) -> None:
         torch.testing.assert_close(short_logits(runner), expected[place], rtol=1e-6, atol=1e-6)
 
 
-def test_factors_that_the_layers_have_may_not_change(tmp_path: Path) -> None:
-    config = checkpoint(tmp_path / "1", "granite")
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("granite", ("embedding_scale", "residual_scale", "logits_divisor")),
+        ("gemma2", ("scores_soft_cap", "logits_soft_cap")),
+    ],
+)
+def test_numbers_that_the_layers_have_may_not_change(model: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    config = checkpoint(tmp_path / "1", model)
     runner = runner_of(config)
-    for name in ("embedding_scale", "residual_scale", "logits_divisor"):
+    for name in names:
         with pytest.raises(ValueError, match=f"another model: {name} is 2.0"):
             runner.weights.update(dataclasses.replace(config, **{name: 2.0}))
 

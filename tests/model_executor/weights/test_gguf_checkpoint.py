@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
         ("qwen3_moe_all", "qwen3moe"),
         ("mixtral", "llama"),
         ("smollm3_default", "smollm3"),
+        ("gemma2", "gemma2"),
         ("gemma3_default", "gemma3"),
         ("olmo2_scaled", "olmo2"),
         ("olmo3", "olmo2"),

@@ -248,11 +248,11 @@ def test_a_file_that_names_no_end_of_a_turn(tmp_path, kind, more, ends):
 
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL])
-@pytest.mark.parametrize("more", [{}, {"add_space_prefix": False}])
-def test_gemma(tmp_path, kind, more):
+@pytest.mark.parametrize(("arch", "more"), [("gemma2", {}), ("gemma3", {}), ("gemma3", {"add_space_prefix": False})])
+def test_gemma(tmp_path, kind, arch, more):
     """Some files give the marks of turns the type of ordinary tokens, and do not say that there is no prefix."""
     extra = [("<start_of_turn>", kind), ("<end_of_turn>", kind)]
-    tokenizer = load_tokenizer(str(sentencepiece_file(tmp_path / "x.gguf", extra, arch="gemma3", **more)))
+    tokenizer = load_tokenizer(str(sentencepiece_file(tmp_path / "x.gguf", extra, arch=arch, **more)))
     start, end = map(tokenizer.token_to_id, ("<start_of_turn>", "<end_of_turn>"))
     ids = tokenizer.encode("<start_of_turn>the fox<end_of_turn>the")
     pieces = ["<s>", "<start_of_turn>", "the", SPACE + "fox", "<end_of_turn>", "the"]
