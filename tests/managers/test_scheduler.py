@@ -110,6 +110,17 @@ def test_outputs_do_not_depend_on_the_schedule(options: dict, work: list, overla
     play(Rig(overlap=overlap, eos_ids=eos_ids, **options), work, eos_ids)
 
 
+def test_a_request_that_the_pool_can_never_hold_is_refused() -> None:
+    """Not even with all others ended: it would be retracted for ever."""
+    rig = Rig(pool_size=64, context_len=256)
+    rig.add("fits", [5] * 40, max_new_tokens=24)
+    rig.add("too long", [6] * 40, max_new_tokens=25)
+    rig.run()
+    assert rig.heard["fits"].finish == LengthFinish(24)
+    finish = rig.heard["too long"].finish
+    assert isinstance(finish, AbortFinish) and finish.err_type == PromptTooLong.__name__
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_request_of_0_tokens_caches_its_prompt_and_runs_no_decode_step(overlap: bool, page_size: int) -> None:
