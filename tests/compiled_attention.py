@@ -79,8 +79,8 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
     """A few shapes of each kind: the environment's own Triton compiles all of them (test_compile_*.py)."""
     by_name = {str(shape): shape for shape in SHAPES}
     extend = {
-        "one split": ("32x8x128-bfloat16", "40x8x128-bfloat16-window", "8x4x256-bfloat16-cap-window", "32x8x128-fp8"),
-        "splits in turn": ("32x8x64-bfloat16", "32x8x128-fp8"),
+        "one split": ("32x8x128-bfloat16", "40x8x128-bfloat16-window", "8x4x256-bfloat16-cap", "32x8x128-fp8"),
+        "splits in turn": ("32x8x64-bfloat16", "32x8x128-fp8", "8x4x256-bfloat16-cap"),
         "splits as units": ("32x8x128-bfloat16", "64x8x64-bfloat16-window-sinks"),
     }
     in_pages = {

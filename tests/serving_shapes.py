@@ -43,7 +43,8 @@ SHAPES = [
     Shape(80, 32, 32),
     Shape(96, 32, 32),
     Shape(192),
-    Shape(256, 8, 4, soft_cap=50.0, window=4096),  # Gemma 2
+    Shape(256, 8, 4, soft_cap=50.0, window=4096),  # Gemma 2 has it in every other layer
+    Shape(256, 8, 4, soft_cap=50.0),
     Shape(128, dtype=torch.float16),
     Shape(64, 9, 3, dtype=torch.float32),
     Shape(128, dtype=torch.float32),

@@ -98,6 +98,7 @@ def _attend(
 @triton.jit
 def _attend_split(
     q, lo, diagonal, hi, q_pos, k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+    ENTER: tl.constexpr,
     HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_FORMAT: tl.constexpr,
     WIDEN: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -108,16 +109,16 @@ def _attend_split(
     slot = tl.load(row_ptr + lo) if PAGED else 0
     unmasked = tl.minimum(tl.maximum(diagonal, lo), hi)
     # Each loop is entered only if it has an iteration. Otherwise ptxas serialises the asynchronous products of Triton
-    # 3.6, because the values of a skipped loop join those that are still being computed. With a window it does not.
-    # With a cap the condition takes registers that the largest heads lack.
-    if HAS_WINDOW or HAS_CAP or lo < unmasked:
+    # 3.6, because the values of a skipped loop join those that are still being computed. ENTER: it does not do so, as
+    # with a window. Then the condition would only take registers, which the largest heads lack.
+    if ENTER or lo < unmasked:
         for start in range(lo, unmasked, BLOCK_N):
             slot, top, total, acc = _attend(
                 q, top, total, acc, start, slot, hi, q_pos,
                 k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
                 HEAD_DIM, False, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-    if HAS_WINDOW or HAS_CAP or unmasked < hi:
+    if ENTER or unmasked < hi:
         for start in range(unmasked, hi, BLOCK_N):
             slot, top, total, acc = _attend(
                 q, top, total, acc, start, slot, hi, q_pos,
@@ -277,7 +278,7 @@ def extend_kernel(
     if SPLITS == ONE_SPLIT:
         top, total, acc = _attend_split(
             q, begin, diagonal, end, q_pos,
-            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window, HAS_WINDOW,
             HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         _store_out(
@@ -288,7 +289,7 @@ def extend_kernel(
         for split in range(first, last + 1):
             top, total, acc = _attend_split(
                 q, tl.maximum(begin, split * SPLIT), diagonal, tl.minimum(end, (split + 1) * SPLIT), q_pos,
-                k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+                k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window, HAS_WINDOW or HAS_CAP,
                 HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             # Two parts: the merged splits and the last one. A few rows are merged at a time, for want of registers.
@@ -322,7 +323,7 @@ def extend_kernel(
     else:
         top, total, acc = _attend_split(
             q, tl.maximum(begin, split * SPLIT), diagonal, tl.minimum(end, (split + 1) * SPLIT), q_pos,
-            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window, HAS_WINDOW,
             HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         _store_part(part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M, BLOCK_D)
