@@ -75,6 +75,12 @@ def with_sinks(specs: list[AttentionSpec], sinks: Sequence[torch.Tensor | None])
     return [replace(spec, has_sinks=own is not None) for spec, own in zip(specs, sinks, strict=True)]
 
 
+def error_of(out: torch.Tensor, want: torch.Tensor) -> float:
+    """The relative norm of the difference. Both tensors are 0 if the sinks of all heads decide alone."""
+    difference = (out.double() - want.double()).norm()
+    return float(difference / want.double().norm()) if difference else 0.0
+
+
 def with_caps(specs: list[AttentionSpec], caps: Sequence[float | None]) -> list[AttentionSpec]:
     """The specs of layers whose scores have these soft caps."""
     return [replace(spec, soft_cap=cap) for spec, cap in zip(specs, caps, strict=True)]

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_caps, with_sinks
+from backend_steps import (
+    CONTEXT,
+    NUM_SLOTS,
+    Row,
+    attend,
+    config,
+    error_of,
+    make_batch,
+    random_sinks,
+    with_caps,
+    with_sinks,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,8 +69,7 @@ def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, lens, de
         for name in ("cpu", "torch")
     )
     for out, want in zip(ours, reference, strict=True):
-        error = (out.double() - want.double()).norm() / want.double().norm()
-        assert error < (1e-5 if dtype == torch.float32 else 1.5e-2)
+        assert error_of(out, want) < (1e-5 if dtype == torch.float32 else 1.5e-2)
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("cpu", marks=needs_build)])

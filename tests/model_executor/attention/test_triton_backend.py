@@ -7,7 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
-from backend_steps import CONTEXT, NUM_SLOTS, Row, attend, config, make_batch, random_sinks, with_caps, with_sinks
+from backend_steps import (
+    CONTEXT,
+    NUM_SLOTS,
+    Row,
+    attend,
+    config,
+    error_of,
+    make_batch,
+    random_sinks,
+    with_caps,
+    with_sinks,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
@@ -77,8 +88,8 @@ def check_outputs(seed, group, window, dtype, prompts, steps, page_size, have_si
         outs = attend(triton, batch, fused, cfg.num_heads, sinks)
         wanted = attend(reference, batch, fused, cfg.num_heads, sinks)
         for out, want in zip(outs, wanted, strict=True):
-            error = (out.double() - want.double()).norm() / want.double().norm()
-            assert error < (1e-5 if dtype == torch.float32 else 1.5e-2), (step, kind, float(error))
+            error = error_of(out, want)
+            assert error < (1e-5 if dtype == torch.float32 else 1.5e-2), (step, kind, error)
     for layer in range(2):
         assert torch.equal(triton.kv_pool.k_buffer[layer], reference.kv_pool.k_buffer[layer])
         assert torch.equal(triton.kv_pool.v_buffer[layer], reference.kv_pool.v_buffer[layer])
@@ -198,4 +209,4 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
     want = Attention(1, reference, qk_norm, sinks)(qkv, rotated, batch)
     # One step of fp8 is an eighth, and the two round different last bits of bf16 to it.
     limit = 5e-2 if pool_dtype else {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
-    assert (out.double() - want.double()).norm() / want.double().norm() < limit
+    assert error_of(out, want) < limit

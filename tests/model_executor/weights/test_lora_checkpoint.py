@@ -50,7 +50,7 @@ def test_matrices_of_stacked_layers(model, config, tensors, tmp_path):
     assert adapter.weights.keys() == shapes.keys()
     for layer in range(3):
         qkv = f"layers.{layer}.qkv_proj.weight"
-        assert shapes[qkv] == ((64, 32, 32), 64)
+        assert shapes[qkv] == ((64, 32, 32), 64, False)
         names = [f"model.layers.{layer}.self_attn.{part}_proj" for part in "qkv"]
         expected = torch.cat([delta(tensors, name, 1.5) for name in names])
         assert (dense(adapter.weights[qkv], shapes[qkv].rows) - expected).abs().max() < 1e-5
