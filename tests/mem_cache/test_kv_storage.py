@@ -224,12 +224,12 @@ def test_a_look_that_takes_long_comes_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, duration_s: float, pause_s: float
 ) -> None:
     storage = Storage(tmp_path)
+    storage.close(PATIENCE_S)
+    storage._thread.join(PATIENCE_S)  # it reads the clock, too
     now_s = iter([100.0, 100.0 + duration_s])
     monkeypatch.setattr(kv_storage, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     KVStorage._look(storage)
-    monkeypatch.undo()
     assert storage._look_s == pytest.approx(100.0 + duration_s + pause_s)
-    storage.close(PATIENCE_S)
 
 
 def test_a_use_renews_the_files_of_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
