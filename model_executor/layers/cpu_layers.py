@@ -15,7 +15,7 @@ from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
-from .cpu_lora import CpuLoraGatedLinear
+from .cpu_lora import CpuLoraGatedLinear, FusedGates
 from .embedding import Embedding, ScaledEmbedding
 from .experts import ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
@@ -268,13 +268,13 @@ class CpuFloatLayers(CpuLayers):
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return CpuLinear(weight, bias, compact=self._compact)
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> FusedGates:
         return CpuGatedLinear(weight, bias, activation, compact=self._compact)
 
     def lora_gated_linear(
         self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
     ) -> Layer:
-        return CpuLoraGatedLinear(CpuGatedLinear(weight, bias, activation, compact=self._compact), tables)
+        return CpuLoraGatedLinear(self.gated_linear(weight, bias, activation), tables)
 
     def router(self, router: RouterWeights) -> Layer:
         return CpuLinear(*router, to_float=True, compact=self._compact)

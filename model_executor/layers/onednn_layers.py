@@ -15,9 +15,8 @@ import torch
 from ...srt.model_files.model_config import Activation
 from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuFloatLayers
-from .cpu_lora import CpuLoraGatedLinear
+from .cpu_lora import FusedGates
 from .kinds import Layer
-from .lora_layers import LoraTables
 
 _ops = torch.ops.tercet_cpu
 
@@ -65,13 +64,8 @@ class OneDnnLayers(CpuFloatLayers):
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return OneDnnLinear(weight, bias)
 
-    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> FusedGates:
         return OneDnnLinear(weight, bias, activation)
-
-    def lora_gated_linear(
-        self, weight: Any, bias: torch.Tensor | None, activation: Activation, tables: LoraTables
-    ) -> Layer:
-        return CpuLoraGatedLinear(OneDnnLinear(weight, bias, activation), tables)
 
 
 def _columns_of_a_part(shape: tuple[int, ...], itemsize: int, *, is_gated: bool) -> int:
