@@ -7,6 +7,7 @@ JSON.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
@@ -26,7 +27,6 @@ import compiled_lora
 import compiled_others
 import pytest
 import triton
-from sass import InstructionCounts
 from some_cases import crossed
 from triton_aot import Launch, Resources, compile_launch
 
@@ -84,15 +84,12 @@ def _environment(version: str) -> dict[str, str]:
 
 
 def _resources(fields: dict[str, Any]) -> Resources:
-    counts = InstructionCounts(**fields.pop("counts"))
-    return Resources(**fields, read_counts=lambda: counts)
+    return Resources(**fields | {"cubin": base64.b64decode(fields["cubin"])})
 
 
 def _fields(resources: Resources) -> dict[str, Any]:
-    assert resources.counts is not None
-    fields = {field.name: getattr(resources, field.name) for field in dataclasses.fields(resources)}
-    del fields["read_counts"]
-    return fields | {"counts": dataclasses.asdict(resources.counts)}
+    assert resources.cubin is not None
+    return dataclasses.asdict(resources) | {"cubin": base64.b64encode(resources.cubin).decode()}
 
 
 def main() -> None:

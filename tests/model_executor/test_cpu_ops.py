@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
-from tercet.model_executor import cpu_build, cpu_extension
+from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import PAGE_OF_PANELS
 from tercet.model_executor.layers.activation import gated_activation
 from tercet.model_executor.layers.layernorm import HeadNorm, RowNorm
@@ -370,28 +367,3 @@ def test_any_number_of_threads_gives_the_same(threads):
                 assert torch.equal(linear(x), values)
     finally:
         torch.set_num_threads(before)
-
-
-RUN_WITH_A_SLOWER_BUILD = """
-import sys, pytest
-from tercet.model_executor import cpu_extension
-cpu_extension.VARIANTS = cpu_extension.VARIANTS[int(sys.argv[1]):]
-assert cpu_extension.load() is not None
-chosen = "not slower_builds and not test_cpu_extension and not thread_pool"  # these depend on no build
-sys.exit(pytest.main([*sys.argv[2:], "-q", "-x", "-p", "no:cacheprovider", "-k", chosen]))
-"""
-
-
-def test_slower_builds_that_run_here_do_the_same():
-    """In the tests of operations and layers that are skipped without a build."""
-    folders = [Path(__file__).parent / name for name in (".", "layers", "sampling")]
-    files = [path for folder in folders for path in sorted(folder.glob("test_*.py"))]
-    tests = [str(path) for path in files if "no build of csrc/cpu" in path.read_text()]
-    assert __file__ in tests
-    fastest = cpu_extension.VARIANTS.index(cpu_extension.load())
-    for index, variant in enumerate(cpu_extension.VARIANTS):
-        is_built = Path(cpu_extension.__file__).with_name(cpu_build.file_name(variant.name)).exists()
-        if index > fastest and variant.is_supported() and is_built:
-            arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), *tests]
-            done = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import compiled_attention
@@ -21,6 +22,7 @@ from compiled_attention import decode_launches, extend_launches
 from compiled_others import CALLS, launches_of
 from meta_runner import make_meta_runner
 from serving_shapes import SHAPES
+from some_cases import crossed
 from triton_aot import Launch, assert_fits, assert_overlaps, compile_launch, recorded
 
 from tercet.srt.model_files.model_config import ModelConfig
@@ -62,6 +64,8 @@ MODELS = {
         layer_ropes=(RopeConfig(), RopeConfig(1e6)),
     ),
 }
+KV = (("auto", None), ("auto", 1), ("fp8_e4m3", None))
+"""Types and page sizes. None: the default, of whole KV tiles."""
 SMALL_STEPS = ({}, {"fuse_small_steps": True}, {"fuse_small_steps": True, "dependent_launch": True})
 
 Flags = tuple[object, ...]
@@ -92,22 +96,22 @@ def compiled_elsewhere() -> Iterator[Launch]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[Flags, Launch]:
-    """A launch of each combination, from servers that start. page_size None: the default, of whole KV tiles."""
+    """A launch of each combination, from servers that start."""
     monkeypatch.syspath_prepend(SCRIPTS)
     as_if_on = importlib.import_module("gpu_compile").as_if_on
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
     found: dict[Flags, Launch] = {}
-    for config in MODELS.values():
-        for options in SMALL_STEPS:
-            for kv_cache_dtype, page_size in (("auto", None), ("auto", 1), ("fp8_e4m3", None)):
-                with pytest.MonkeyPatch.context() as patch, as_if_on("sm_90", 132, patch), recorded() as launches:
-                    make_meta_runner(
-                        patch, config, attention=None, attention_backend="triton", disable_cuda_graph=True,
-                        max_running_requests=64, max_total_tokens=6000, max_prefill_tokens=2500,
-                        kv_cache_dtype=kv_cache_dtype, page_size=page_size, **options,
-                    )  # fmt: skip
-                for launch in launches:
-                    found.setdefault(flags_of(launch), launch)
+    for (config, (kv_cache_dtype, page_size)), options in crossed(
+        list(product(MODELS.values(), KV)), SMALL_STEPS, each=2
+    ):
+        with pytest.MonkeyPatch.context() as patch, as_if_on("sm_90", 132, patch), recorded() as launches:
+            make_meta_runner(
+                patch, config, attention=None, attention_backend="triton", disable_cuda_graph=True,
+                max_running_requests=64, max_total_tokens=6000, max_prefill_tokens=2500,
+                kv_cache_dtype=kv_cache_dtype, page_size=page_size, **options,
+            )  # fmt: skip
+        for launch in launches:
+            found.setdefault(flags_of(launch), launch)
     return found
 
 
