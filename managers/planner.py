@@ -9,7 +9,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from ..model_executor.step import FROM_DEVICE
+from ..srt.settings.scheduler import MAX_VERIFIED_TOKENS
+from .decode_tokens import draft_ids, known_ids
 from .fair_policy import FairPolicy, make_policy
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend, PrefillAdder, awaits_prefix
@@ -19,7 +20,6 @@ from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch, build_copies, build_decode, build_extend
 from .schedule_policy import NewTokenRatio, expected_growth, retraction_order
 from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
-from .token_masks import allowed_drafts
 
 MAX_HELD_BACK = 3
 """Extend steps in a row in which shorter prompts may hold the oldest unfinished one back. Then it gets half a step."""
@@ -140,9 +140,14 @@ class Planner:
     def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
         """The step of `batch` took so long."""
         inputs = batch.inputs
-        if self._proposer is not None and batch.reqs and (inputs.extend_lens is None or inputs.verifies_drafts):
+        if not batch.reqs:
+            return
+        has_drafts = inputs.num_drafts is not None
+        # Forced tokens teach nothing about drafts.
+        is_decode = inputs.extend_lens is None or (has_drafts and inputs.num_tokens == inputs.num_choices)
+        if self._proposer is not None and is_decode:
             self._proposer.observe(len(batch.reqs), inputs.num_tokens, seconds)
-        if self.gap is not None and batch.reqs and not inputs.verifies_drafts:  # drafts teach nothing about prompts
+        if self.gap is not None and not has_drafts:  # drafts teach nothing about prompts
             self.gap.observe(inputs, batch.num_decodes, seconds)
 
     def _share_last_extends(self) -> None:
@@ -318,48 +323,31 @@ class Planner:
             return None
         self._num_decodes_due = max(self._num_decodes_due - 1, 0)
         self.ratio.on_decode()
-        if self._limits.joins_forced_tokens and self.queues.num_constrained:
-            batch = self._plan_forced(decodes)
+        if self._proposer is not None or (self._limits.joins_forced_tokens and self.queues.num_constrained):
+            batch = self._plan_several(decodes)
             if batch is not None:
                 return batch
-        drafts = self._drafts(decodes)
         # Recorded decode steps return no hidden states.
-        if drafts is None and not (self.queues.num_with_hidden and any(req.hidden is not None for req in decodes)):
+        if not (self.queues.num_with_hidden and any(req.hidden is not None for req in decodes)):
             return build_decode(self.kv, decodes)
-        return build_extend(self.kv, [], decodes, drafts)
+        return build_extend(self.kv, [], decodes)
 
-    def _plan_forced(self, decodes: list[Req]) -> ScheduleBatch | None:
-        """A step in which requests compute all their forced tokens, and the others their newest one.
+    def _plan_several(self, decodes: list[Req]) -> ScheduleBatch | None:
+        """A step that computes several tokens of a request: forced ones, drafts, or both.
 
-        None if no request has any, or if there is no room for all: forced tokens never cause a retraction.
+        None if no request has any, or if there is no room: they never cause a retraction. If there is room for some, drafts
+        are left out.
         """
-        num_left = self._limits.max_prefill_tokens - len(decodes)
-        forced: dict[Req, list[int]] = {}
-        for req in decodes:
-            if req.num_tokens - req.kv_len > 1 and num_left > 0 and req.joins_forced_tokens:
-                forced[req] = req.output_from(req.kv_len)[: 1 + num_left]
-                num_left -= len(forced[req]) - 1
-        if not forced:
-            return None
-        others = [req for req in decodes if req not in forced]
-        reqs = [*forced, *others]
-        new_ids = [*forced.values(), *([FROM_DEVICE] for _ in others)]
-        num_new = np.fromiter(map(len, new_ids), np.int32, len(new_ids))
-        if self.kv.decode_shortfall(reqs, num_new) > 0:
-            return None
-        return build_extend(self.kv, [], reqs, new_ids)
-
-    def _drafts(self, decodes: list[Req]) -> list[Sequence[int]] | None:
-        """The newest token and the drafts of each request. None if there is no draft, or no room for all: drafts never
-        cause a retraction."""
-        if self._proposer is None:
-            return None
-        limits = [req.max_kv_len - req.kv_len - 1 if req.takes_drafts else 0 for req in decodes]
-        drafts = list(map(allowed_drafts, decodes, self._proposer.propose(decodes, limits)))
-        num_new = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
-        if not any(drafts) or self.kv.decode_shortfall(decodes, num_new) > 0:
-            return None
-        return [(FROM_DEVICE, *ids) for ids in drafts]
+        limits = self._limits
+        known = known_ids(decodes, limits.max_prefill_tokens if limits.joins_forced_tokens else len(decodes))
+        most = max(limits.max_prefill_tokens, MAX_VERIFIED_TOKENS)
+        for drafts in (draft_ids(decodes, known, self._proposer), [()] * len(decodes)):
+            num_new = np.array([len(ids) + len(more) for ids, more in zip(known, drafts, strict=True)], np.int32)
+            if num_new.max() == 1:
+                return None
+            if num_new.sum() <= most and self.kv.decode_shortfall(decodes, num_new) <= 0:
+                return build_extend(self.kv, [], decodes, known, drafts)
+        return None
 
     def _make_room_for(self, decodes: list[Req]) -> list[Req]:
         """The requests of `decodes` that get their next slot. As few as possible are retracted. At least one request

@@ -228,10 +228,8 @@ class Req:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether drafts may be proposed for it. With a grammar, forced tokens are computed first. Hidden states of
-        rejected drafts would have to be dropped."""
-        is_ready = self.grammar is None or self.num_tokens == self.kv_len + 1
-        return is_ready and self.hidden is None
+        """Whether drafts may be proposed for it. Hidden states of rejected drafts would have to be dropped."""
+        return self.hidden is None
 
     @property
     def takes_forced_tokens(self) -> bool:

@@ -36,7 +36,7 @@ class ScheduleBatch:
     reqs: list[Req]
     """[B], all requests in the step."""
     sampled: list[Req]
-    """The requests that get tokens, in the order in which the runner returns them."""
+    """The requests that get tokens, in the order in which the runner returns them. With drafts, all."""
     num_prompt_tokens: int
     """Prompt tokens in the step; 0 for a decode step."""
     num_decodes: int
@@ -53,19 +53,18 @@ class ScheduleBatch:
     @property
     def num_drafts(self) -> list[int] | None:
         """Those of each request in a step with drafts. None: the step has none."""
-        if not self.inputs.verifies_drafts:
+        if self.inputs.num_drafts is None:
             return None
-        assert self.inputs.extend_lens is not None
-        num_drafts: list[int] = (self.inputs.extend_lens - 1).tolist()
+        num_drafts: list[int] = self.inputs.num_drafts.tolist()
         return num_drafts
 
     def drafts_of(self, place: int) -> list[int]:
         """Those of `sampled[place]`."""
-        if not self.inputs.verifies_drafts:
+        if self.inputs.num_drafts is None:
             return []
         assert self.inputs.input_ids is not None
-        start, end = self.inputs.starts[place : place + 2]
-        drafts: list[int] = self.inputs.input_ids[start + 1 : end].tolist()
+        end = self.inputs.starts[place + 1]
+        drafts: list[int] = self.inputs.input_ids[end - self.inputs.num_drafts[place] : end].tolist()
         return drafts
 
 
@@ -103,16 +102,21 @@ def build_extend(
     kv: KVCacheManager,
     extends: Sequence[Extend],
     decodes: Sequence[Req],
-    new_ids: Sequence[Sequence[int]] | None = None,
+    known: Sequence[Sequence[int]] | None = None,
+    drafts: Sequence[Sequence[int]] = (),
 ) -> ScheduleBatch:
     """A step in extend form. The room was checked.
 
     An extend step that `decodes` join is a mixed chunk. Without `extends` it is a decode step with drafts or forced
-    tokens, or one that returns hidden states. `new_ids`: the tokens of each decode. Either all of them are known, or
-    they are FROM_DEVICE, which is the newest token, and its drafts. None: FROM_DEVICE for each.
+    tokens, or one that returns hidden states. `known`: the known tokens of each decode, or FROM_DEVICE, which is its
+    newest one; None: FROM_DEVICE for each. `drafts`: those of each after them; empty: none has any.
     """
     reqs = [extend.req for extend in extends] + list(decodes)
-    new_ids = new_ids or [(FROM_DEVICE,)] * len(decodes)
+    new_ids = known or [(FROM_DEVICE,)] * len(decodes)
+    num_drafts = _int32([len(ids) for ids in drafts]) if any(drafts) else None
+    if num_drafts is not None:
+        assert not extends, "a step with drafts has only decodes"
+        new_ids = [[*ids, *more] for ids, more in zip(new_ids, drafts, strict=True)]
     decode_ends = [req.kv_len + len(ids) for req, ids in zip(decodes, new_ids, strict=True)]
     starts = _int32([extend.start for extend in extends] + [req.kv_len for req in decodes])
     ends = _int32([extend.end for extend in extends] + decode_ends)
@@ -122,8 +126,6 @@ def build_extend(
     ids = [extend.req.token_ids()[extend.start : extend.end] for extend in extends]
     ids.append(_int32(list(chain.from_iterable(new_ids))))
     sampled = [extend.is_last_chunk for extend in extends] + [True] * len(decodes)
-    has_drafts = any(len(found) > 1 and found[0] == FROM_DEVICE for found in new_ids)
-    assert not (has_drafts and extends), "a step with drafts has only decodes"
     lens = ends - starts
     spans = list(zip(reqs, (lens.cumsum() - lens).tolist(), starts.tolist(), ends.tolist(), strict=True))
     scored, scores = _planned(spans[: len(extends)], _prompt_score)
@@ -137,7 +139,7 @@ def build_extend(
         extend_lens=lens,
         input_ids=np.concatenate(ids),
         sampled=np.array(sampled, dtype=np.bool_),
-        verifies_drafts=has_drafts,
+        num_drafts=num_drafts,
         table_updates=kv.req_to_token_pool.take_updates(),
         kv_copies=_take_copies(kv),
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
@@ -151,7 +153,7 @@ def build_extend(
         [req for req, wanted in zip(reqs, sampled, strict=True) if wanted],
         num_prompt_tokens=inputs.num_tokens - len(ids[-1]),
         num_decodes=len(decodes),
-        sampled_lens=starts + 1 if has_drafts else ends[inputs.sampled],
+        sampled_lens=ends[inputs.sampled] if num_drafts is None else ends - num_drafts,
         scored=scored,
         pooled=pooled,
         shown=shown,

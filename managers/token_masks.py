@@ -32,7 +32,7 @@ def fill_masks(
     continue.
     """
     drafts = [batch.drafts_of(line) for line in lines]
-    firsts = batch.inputs.starts if batch.inputs.verifies_drafts else range(len(batch.sampled))
+    firsts = batch.inputs.first_choices.tolist()
     bits = np.empty((len(lines) + sum(map(len, drafts)), num_words), np.int32)
     filled: list[int] = []
     for line, own in zip(lines, drafts, strict=True):
@@ -44,7 +44,7 @@ def fill_masks(
         if known:
             assert not own
             bits[len(filled)] = mask_of(known[0], num_words)
-            filled.append(int(firsts[line]))
+            filled.append(firsts[line])
             continue
         try:
             req.grammar.fill(bits, len(filled), len(req.output_ids))
@@ -52,7 +52,7 @@ def fill_masks(
             fail(req, grammar_error(req, error))
         else:
             req.grammar.fill_after(own, bits, len(filled) + 1)
-            filled.extend(range(int(firsts[line]), int(firsts[line]) + 1 + len(own)))
+            filled.extend(range(firsts[line], firsts[line] + 1 + len(own)))
     return TokenMasks(np.array(filled, np.int32), bits[: len(filled)]) if filled else None
 
 

@@ -135,7 +135,7 @@ class KVCopies:
 
 
 class Choices(NamedTuple):
-    """The N tokens of a step after which a token is chosen: the last one of each sampled row, or with drafts all."""
+    """The N tokens of a step after which a token is chosen: the last known one of each sampled row, and each draft."""
 
     at: npt.NDArray[np.int64]
     """[N], index of each in [T]"""
@@ -148,6 +148,10 @@ class Choices(NamedTuple):
     drafts: Int32Array | None = None
     """[N], the draft after each, or NO_DRAFT after the last one of a row. If the choice is another token, the row's
     later choices follow a wrong token. None: the step has no drafts."""
+
+    @property
+    def has_drafts(self) -> bool:
+        return self.drafts is not None
 
 
 @dataclass(slots=True)
@@ -177,8 +181,9 @@ class StepInputs:
     """The prompt tokens whose hidden states are summed."""
     hidden_states: list[HiddenRange] = field(default_factory=list)
     """The tokens whose hidden states are wanted."""
-    verifies_drafts: bool = False
-    """Whether each row has FROM_DEVICE and then drafts, if any, which the step verifies. All rows are sampled."""
+    num_drafts: Int32Array | None = None
+    """[B], how many of the last new tokens of each row are drafts, which the step verifies. All rows are sampled, and
+    have at least one token before the drafts. None: the step has no drafts."""
     # For both modes.
     kv_copies: KVCopies | None = None
     """Copies between the KV pool and host memory. A step with copies may have no rows: a DECODE step with B = 0."""
@@ -215,19 +220,28 @@ class StepInputs:
     @property
     def num_choices(self) -> int:
         """The number of tokens that are chosen, also after drafts."""
-        return self.num_tokens if self.verifies_drafts else self.num_sampled
+        return self.num_sampled + (0 if self.num_drafts is None else int(self.num_drafts.sum()))
+
+    @property
+    def first_choices(self) -> npt.NDArray[np.int64]:
+        """[R], index of each sampled row's first choice among all choices."""
+        if self.num_drafts is None:
+            return np.arange(self.num_sampled)
+        return np.concatenate(([0], np.cumsum(self.num_drafts[:-1] + 1, dtype=np.int64)))
 
     def choices(self) -> Choices:
         """The tokens of an EXTEND step after which a token is chosen."""
         assert self.input_ids is not None and self.sampled is not None and self.extend_lens is not None
-        starts = self.starts
-        if not self.verifies_drafts:
+        starts, firsts = self.starts, self.first_choices
+        if self.num_drafts is None:
             rows = self.rows[self.sampled]
-            return Choices((starts[1:] - 1)[self.sampled], rows, self.seq_lens[self.sampled], np.arange(len(rows)))
-        drafts = np.append(self.input_ids[1:], np.int32(NO_DRAFT))
-        drafts[starts[1:] - 1] = NO_DRAFT
-        lens = (self.positions + 1).astype(np.int32)
-        return Choices(np.arange(len(drafts)), np.repeat(self.rows, self.extend_lens), lens, starts[:-1], drafts)
+            return Choices((starts[1:] - 1)[self.sampled], rows, self.seq_lens[self.sampled], firsts)
+        counts = self.num_drafts + 1
+        at = np.arange(counts.sum()) + np.repeat(starts[1:] - counts - firsts, counts)
+        drafts = np.append(self.input_ids, np.int32(NO_DRAFT))[at + 1]
+        drafts[firsts + self.num_drafts] = NO_DRAFT
+        lens = (self.positions[at] + 1).astype(np.int32)
+        return Choices(at, np.repeat(self.rows, counts), lens, firsts, drafts)
 
 
 @dataclass(slots=True, frozen=True)

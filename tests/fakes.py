@@ -198,6 +198,8 @@ class FakeRunner:
         self.steps: list[StepInputs] = []
         self.num_masked = 0
         """Choices with a token mask."""
+        self.num_runs_with_drafts = 0
+        """Rows with drafts after several known tokens."""
         self.num_masked_drafts = 0
         """Accepted drafts of rows with a token mask."""
         self.invalid_rows: set[int] = set()
@@ -240,11 +242,14 @@ class FakeRunner:
         wanted = step.sampled if is_extend else np.ones(len(step.rows), dtype=bool)
         offset = 0
         work = []
-        for row, seq_len, length in zip(step.rows.tolist(), step.seq_lens.tolist(), lens.tolist(), strict=True):
+        drafts = np.zeros_like(step.rows) if step.num_drafts is None else step.num_drafts
+        assert (drafts < lens).all() and (step.num_drafts is None or wanted.all())
+        self.num_runs_with_drafts += int(((drafts > 0) & (lens - drafts > 1)).sum())
+        each = zip(step.rows.tolist(), step.seq_lens.tolist(), lens.tolist(), drafts.tolist(), strict=True)
+        for row, seq_len, length, num_drafts in each:
             slots = step.out_cache_loc[offset : offset + length]
             ids = step.input_ids[offset : offset + length].astype(np.int64) if is_extend else np.array([FROM_DEVICE])
-            is_decode = bool(ids[0] == FROM_DEVICE)
-            if is_decode:
+            if ids[0] == FROM_DEVICE:
                 assert self._future[row] >= 0, "no token on the device for this row"
                 ids[0] = self._future[row]
             assert (ids != FROM_DEVICE).all()
@@ -254,7 +259,7 @@ class FakeRunner:
             before = self.is_nan[self._table[row, : seq_len - length]].any()
             self.is_nan[slots] = before | np.logical_or.accumulate(ids == self.poison)
             offset += length
-            work.append((row, seq_len, length - 1 if is_decode else 0))
+            work.append((row, seq_len, num_drafts))
         rows, places = [], []
         logprobs = {}
         for (row, seq_len, num_drafts), is_wanted in zip(work, wanted.tolist(), strict=True):

@@ -60,11 +60,11 @@ class RunnerDriver:
         self.lens[row] = end
         return self.table[row, start:end].copy()
 
-    def extend(self, chunks, sampled=None, new_rows=(), verifies_drafts=False):
+    def extend(self, chunks, sampled=None, new_rows=(), num_drafts=None):
         """Runs an extend step. Returns its tokens.
 
-        `chunks`: {row: token ids, or None for the row's newest token on the device}. `verifies_drafts`: each begins
-        with FROM_DEVICE, and the others are drafts.
+        `chunks`: {row: token ids, or None for the row's newest token on the device}. `num_drafts`: how many of the last
+        tokens of each are drafts.
         """
         rows = np.array(list(chunks), np.int32)
         ids = [np.array([FROM_DEVICE] if part is None else part, np.int32) for part in chunks.values()]
@@ -78,7 +78,7 @@ class RunnerDriver:
             extend_lens=np.array([len(part) for part in ids], np.int32),
             input_ids=np.concatenate(ids),
             sampled=np.ones(len(rows), bool) if sampled is None else np.array(sampled),
-            verifies_drafts=verifies_drafts,
+            num_drafts=None if num_drafts is None else np.array(num_drafts, np.int32),
         )
         return self._run(step)
 

@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from .setting import Setting
 
 MAX_VERIFIED_TOKENS = 16
-"""Most tokens of a decode step with drafts: the newest token of each request and all drafts. On a CPU, a step of 16
-tokens takes only about 2.6 times as long as one of 1 token (docs/log.md), because both read all weights."""
+"""Most tokens of a decode step with drafts, besides forced ones: the newest token of each request and all drafts. On a
+CPU, a step of 16 tokens takes only about 2.6 times as long as one of 1 token (docs/log.md), because both read all
+weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

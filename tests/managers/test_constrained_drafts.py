@@ -18,7 +18,6 @@ from tercet.managers.grammar import Grammar, GrammarFailed, GrammarState
 from tercet.managers.ngram_proposer import NgramProposer
 from tercet.managers.req import Req
 from tercet.managers.token_masks import allowed_drafts
-from tercet.model_executor.step import FROM_DEVICE
 from tercet.srt.io_struct import AbortFinish, LengthFinish, Resumed, StopFinish
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -293,21 +292,16 @@ def _forbidden(output: list[int]) -> int:
     return int(np.flatnonzero(~allowed_after(output, GRAMMAR, VOCAB, EOS))[0])
 
 
-def test_forced_tokens_are_computed_before_drafts_are_proposed() -> None:
-    """Also where each step computes one of them: the row is behind the tokens that the host knows."""
+def test_where_each_step_computes_one_forced_token_drafts_wait_for_the_last() -> None:
+    """The row is behind the tokens that the host knows. test_decode_tokens.py has steps with runs and drafts."""
     seen = []
 
     def propose(req: Req, limit: int) -> list[int]:
         seen.append(req.num_tokens - req.kv_len)
         return EXPECTED[len(req.output_ids) :][: min(3, limit)]
 
-    for joins in (False, True):
-        rig = Rig(overlap=False, vocab_size=VOCAB, eos_ids=EOS, joins_forced=joins, proposer=EachProposer(propose))
-        assert run(rig, [1, 2], **MANY) == EXPECTED
-        runs = [
-            step for step in rig.runner.steps[1:] if step.extend_lens is not None and FROM_DEVICE not in step.input_ids
-        ]
-        assert bool(runs) == joins
+    rig = Rig(overlap=False, vocab_size=VOCAB, eos_ids=EOS, joins_forced=False, proposer=EachProposer(propose))
+    assert run(rig, [1, 2], **MANY) == EXPECTED
     assert set(seen) == {1}
 
 

@@ -111,18 +111,20 @@ def test_the_demand_of_a_decode_step_counts_the_new_tokens_of_each_request(page_
     assert kv.decode_demand(reqs, 1) == kv.decode_demand(reqs)
 
 
-def test_a_step_names_the_newest_token_and_the_drafts_of_each_request() -> None:
+def test_a_step_names_the_known_tokens_and_the_drafts_of_each_request() -> None:
     kv = make_kv(1)
     reqs = [make_req(range(10), 0), make_req(range(20, 26), 1)]
     for req in reqs:
         admit(kv, req)
         extend(kv, req, req.num_tokens - 1)
-    batch = build_extend(kv, [], reqs, [[FROM_DEVICE, 7, 8], [FROM_DEVICE]])
+    batch = build_extend(kv, [], reqs, [[FROM_DEVICE], [25, 9]], [[7, 8], [4]])
     assert batch.inputs.mode is ForwardMode.EXTEND
-    assert batch.inputs.input_ids.tolist() == [FROM_DEVICE, 7, 8, FROM_DEVICE]
-    assert batch.inputs.extend_lens.tolist() == [3, 1]
-    assert batch.inputs.seq_lens.tolist() == [req.kv_len for req in reqs] == [12, 6]
-    assert (batch.sampled, batch.inputs.verifies_drafts, batch.num_prompt_tokens) == (reqs, True, 0)
+    assert batch.inputs.input_ids.tolist() == [FROM_DEVICE, 7, 8, 25, 9, 4]
+    assert batch.inputs.extend_lens.tolist() == [3, 3]
+    assert batch.inputs.seq_lens.tolist() == [req.kv_len for req in reqs] == [12, 8]
+    assert batch.sampled_lens.tolist() == [10, 7]
+    assert (batch.sampled, batch.num_drafts, batch.num_prompt_tokens) == (reqs, [2, 1], 0)
+    assert [batch.drafts_of(place) for place in (0, 1)] == [[7, 8], [4]]
 
 
 # KV of rejected drafts

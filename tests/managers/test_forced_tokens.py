@@ -5,7 +5,6 @@ The random schedules of test_token_masks.py and test_random_steps.py have forced
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from hash_grammar import HashMatcher, constrained_output
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_rig import Rig
+from scripted_grammar import EOS, VOCAB, Script, answer, new_tokens, scripted
 
-from fakes import choose, next_token, next_tokens
-from tercet.managers.grammar import GrammarFailed, GrammarState, mask_of, only_token
+from fakes import next_token, next_tokens
+from tercet.managers.grammar import GrammarState, mask_of, only_token
 from tercet.managers.req import MAX_FORCED, Req
 from tercet.model_executor.step import FROM_DEVICE, ForwardMode, LaunchedStep, StepInputs
 from tercet.srt.io_struct import AbortFinish, GenerateReq, LengthFinish, Resumed, StopFinish, pack_ids
@@ -26,50 +26,7 @@ from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.step_journal import StepJournal, read_journal
 
-VOCAB, EOS = 40, 7
 BOTH_LOOPS = pytest.mark.parametrize("overlap", [False, True])
-
-
-class Script:
-    """A matcher of a text with gaps: each `None` is any token of 20 to 29. After the text comes EOS."""
-
-    def __init__(self, text: Sequence[int | None], at: int = 0) -> None:
-        self.text = text
-        self.at = at
-
-    def fill(self, bits: Any, line: int) -> None:
-        token = self.text[self.at] if self.at < len(self.text) else EOS
-        if token == -1:
-            raise GrammarFailed("it fails on purpose")
-        allowed = range(20, 30) if token is None else [token]
-        bits[line] = sum(mask_of(i, bits.shape[1]) for i in allowed)
-
-    def accept(self, token: int) -> None:
-        assert self.text[self.at] in (None, token)
-        self.at += 1
-
-    def fork(self) -> Script:
-        return Script(self.text, self.at)
-
-
-def scripted(monkeypatch: pytest.MonkeyPatch, text: Sequence[int | None], **options: Any) -> Rig:
-    """A scheduler in which every grammar is this text."""
-    monkeypatch.setattr("hash_grammar.HashGrammar.start", lambda self: Script(text))
-    return Rig(eos_ids=frozenset({EOS}), vocab_size=VOCAB, **options)
-
-
-def answer(prompt: list[int], text: Sequence[int | None]) -> list[int]:
-    gap = np.isin(np.arange(VOCAB), range(20, 30))
-    output: list[int] = []
-    for token in text:
-        output.append(choose(next_token([*prompt, *output], 1, VOCAB), gap) if token is None else token)
-    return [*output, EOS]
-
-
-def new_tokens(steps: Sequence[StepInputs]) -> list[list[int]]:
-    """The new tokens of each row of each step."""
-    return [[1] * len(step.rows) if step.extend_lens is None else step.extend_lens.tolist() for step in steps]
-
 
 TEXT = [None, 1, 2, 3, None, None, 4, 5]
 
@@ -186,15 +143,14 @@ def test_in_a_step_with_prompts_a_run_has_one_token(monkeypatch: pytest.MonkeyPa
 
 
 def test_requests_with_and_without_runs_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with known tokens come first, as prompts do: schedule records and step costs count the last ones."""
     rig = scripted(monkeypatch, [None, 1, 2, 3, None, None], overlap=False)
     rig.add("free", [3, 4], max_new_tokens=4, ignore_eos=True)
     rig.add("r", [1, 2], max_new_tokens=20, regex="1")
     rig.add("free too", [5, 6], max_new_tokens=4, ignore_eos=True)
     rig.run()
     step = rig.runner.steps[1]
-    assert step.extend_lens.tolist() == [4, 1, 1]
-    assert step.input_ids.tolist()[1:] == [1, 2, 3, FROM_DEVICE, FROM_DEVICE]
+    assert step.extend_lens.tolist() == [1, 4, 1]
+    assert step.input_ids.tolist()[2:] == [1, 2, 3, FROM_DEVICE] and step.input_ids[0] == FROM_DEVICE
     assert [step.mode for step in rig.runner.steps[2:]] == [ForwardMode.DECODE] * 2
 
 
@@ -356,7 +312,7 @@ def test_a_request_without_a_grammar_takes_none_of_these_steps(monkeypatch: pyte
     for owner, name in [(Req, "accept_forced"), (Req, "takes_forced_tokens"), (GrammarState, "forced_token")]:
         monkeypatch.setattr(owner, name, None)
     rig = Rig(vocab_size=VOCAB)
-    monkeypatch.setattr(rig.planner, "_plan_forced", None)
+    monkeypatch.setattr(rig.planner, "_plan_several", None)
     monkeypatch.setattr(HashMatcher, "fill", None)
     rig.add("r", [1, 2], max_new_tokens=9)
     rig.run()

@@ -52,6 +52,7 @@ RARE = (
     "retractions",
     "retractions under a grammar",
     "drafts accepted under a grammar",
+    "drafts after forced tokens",
     "drafts accepted with penalties",
     "preemptions",
     "log probabilities beside reused KV",

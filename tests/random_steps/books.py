@@ -14,6 +14,7 @@ from tercet.mem_cache.kv_storage import WriteJob
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.radix_node import RadixNode
 from tercet.model_executor.step import StepInputs
+from tercet.srt.settings.scheduler import MAX_VERIFIED_TOKENS
 
 
 def cached_slots(cache: RadixCache) -> np.ndarray:
@@ -75,12 +76,14 @@ def check_host_blocks(tiers: KVTiers, storage: FakeStorage | None) -> None:
 def check_limits(step: StepInputs, rig: dict[str, Any]) -> None:
     """Raises AssertionError if a step has more tokens than the settings of the engine allow. `rig`: those of a Case.
 
-    Drafts have a limit of their own. A step of many decodes has room for a page of prompts beside them.
+    A step of many decodes has room for a page of prompts beside them.
     """
-    if step.extend_lens is None or rig["max_drafts"]:
+    if step.extend_lens is None:
         return
     assert step.extend_lens.min() > 0
     most = max(rig["max_prefill_tokens"], rig["page_size"] + len(step.rows) - 1)
+    if step.num_drafts is not None:
+        most = max(rig["max_prefill_tokens"], MAX_VERIFIED_TOKENS)
     assert step.extend_lens.sum() <= most, "a step has too many tokens"
-    if not rig["joins_forced"]:  # forced tokens are no chunk
+    if not rig["joins_forced"] and step.num_drafts is None:  # forced tokens are no chunk
         assert step.extend_lens.max() <= rig["chunked_prefill_size"], "a chunk is too long"

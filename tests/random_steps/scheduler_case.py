@@ -329,6 +329,7 @@ class SchedulerCase:
         """Counts what an engine has done."""
         planner, tiers = self._rig.planner, self._rig.kv.tiers
         self.seen["retractions"] += planner.num_retractions
+        self.seen["drafts after forced tokens"] += self._rig.runner.num_runs_with_drafts
         self.seen["drafts accepted under a grammar"] += self._rig.runner.num_masked_drafts
         self.seen["drafts accepted with penalties"] += self._rig.runner.num_counted_drafts
         if tiers is not None:

@@ -137,7 +137,7 @@ def test_the_positions_of_steps_that_return_several_tokens(path: Path) -> None:
     def checked(step: StepInputs) -> LaunchedStep:
         rows = {row.key: row.position for row in read_journal(path).rows or ()}
         running = {req.rid: req for req in rig.scheduler.queues.holders()}
-        if step.verifies_drafts or step.mode is ForwardMode.DECODE:
+        if step.num_drafts is not None or step.mode is ForwardMode.DECODE:
             lens = [1] * len(step.rows) if step.extend_lens is None else step.extend_lens.tolist()
             of_row = dict(zip(step.rows.tolist(), lens, strict=True))
             assert rows == {rid: len(req.output_ids) + of_row[req.row] - 1 for rid, req in running.items()}

@@ -60,7 +60,7 @@ def play(driver, rows, adapters=ADAPTERS):
     drafts = {row: np.append(FROM_DEVICE, ids[row][: row % 3]) for row in rows}
     for row in rows:
         driver.runner.future_tokens[row] = int(ids[row][80])
-    driver.extend(drafts, verifies_drafts=True)
+    driver.extend(drafts, num_drafts=[len(tokens) - 1 for tokens in drafts.values()])
     note(rows, {row: len(tokens) for row, tokens in drafts.items()})
     for place in (81, 82):
         driver.decode(rows, [int(ids[row][place]) for row in rows])

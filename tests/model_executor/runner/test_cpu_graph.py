@@ -120,7 +120,7 @@ def test_steps_with_drafts_are_recorded_also_for_one_request():
     runner.record_steps(counted)
     driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])
     for num_drafts in (3, 15, 16):
-        driver.extend({1: [FROM_DEVICE] + [9] * num_drafts}, verifies_drafts=True)
+        driver.extend({1: [FROM_DEVICE] + [9] * num_drafts}, num_drafts=[num_drafts])
         assert len(driver.logits[-1]) == num_drafts + 1
     assert [tokens for _, tokens in counted.ran] == [3, 4, 16]
 

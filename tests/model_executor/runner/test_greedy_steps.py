@@ -132,7 +132,7 @@ def test_each_choice_of_a_step_with_drafts_has_a_mask_of_its_own(num_right):
         bits[line, token // 32] = 1 << token % 32
     driver.masks = lambda num_choices: TokenMasks(np.arange(num_choices - 3, num_choices, dtype=np.int32), bits)
     drafts = [token if place < num_right else token + 1 for place, token in enumerate(wanted[:2])]
-    tokens = driver.extend({1: [FROM_DEVICE, 3], 2: [FROM_DEVICE, *drafts]}, verifies_drafts=True)
+    tokens = driver.extend({1: [FROM_DEVICE, 3], 2: [FROM_DEVICE, *drafts]}, num_drafts=[1, 2])
     assert tokens.tolist()[-1 - num_right :] == wanted[: num_right + 1]
     assert driver.runner.future_tokens[2] == wanted[num_right]
 

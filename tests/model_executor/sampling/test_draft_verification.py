@@ -15,18 +15,19 @@ def i32(values) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def step_of(drafts: list[list[int]], lens: list[int]) -> StepInputs:
-    """A step in which the row 10 + i has so many known tokens and then drafts."""
-    lengths = [1 + len(found) for found in drafts]
+def step_of(drafts: list[list[int]], lens: list[int], num_new: list[int]) -> StepInputs:
+    """A step in which the row 10 + i has so many known tokens, the last of them new, and then drafts."""
+    new_ids = [[FROM_DEVICE] * new + found for new, found in zip(num_new, drafts, strict=True)]
+    lengths = [len(ids) for ids in new_ids]
     return StepInputs(
         ForwardMode.EXTEND,
         i32([10 + i for i in range(len(drafts))]),
-        i32([length + known - 1 for length, known in zip(lengths, lens, strict=True)]),
+        i32([known + len(found) for known, found in zip(lens, drafts, strict=True)]),
         i32(range(1, 1 + sum(lengths))),
         extend_lens=i32(lengths),
-        input_ids=i32([id for found in drafts for id in (FROM_DEVICE, *found)]),
+        input_ids=i32([id for ids in new_ids for id in ids]),
         sampled=np.ones(len(drafts), np.bool_),
-        verifies_drafts=True,
+        num_drafts=i32([len(found) for found in drafts]),
     )
 
 
@@ -39,8 +40,9 @@ rows = st.lists(
 def test_a_row_keeps_its_choices_up_to_the_first_that_is_no_draft(found, lasts, data) -> None:
     drafts = [[draft for draft, _ in row] for row in found]
     chosen = [[choice for _, choice in row] + [last] for row, last in zip(found, lasts, strict=False)]
-    lens = [data.draw(st.integers(1, 40)) for _ in found]
-    step = step_of(drafts, lens)
+    lens = [data.draw(st.integers(3, 40)) for _ in found]
+    num_new = [data.draw(st.integers(1, 3)) for _ in found]
+    step = step_of(drafts, lens, num_new)
     choices = step.choices()
     verified = verify(i32([id for row in chosen for id in row]), choices)
     expected = []
@@ -50,9 +52,11 @@ def test_a_row_keeps_its_choices_up_to_the_first_that_is_no_draft(found, lasts, 
     assert verified.num_tokens.tolist() == [len(row) for row in expected]
     assert verified.tokens.tolist() == [id for row in expected for id in row]
     assert verified.newest().tolist() == [max(row[-1], 0) for row in expected]
-    # The choices are those of all tokens of the step.
-    assert step.num_choices == step.num_tokens == len(choices.at)
-    assert choices.at.tolist() == list(range(step.num_tokens))
+    # The choices are those after the last known token of each row and after its drafts.
+    assert step.num_choices == len(choices.at) and step.first_choices.tolist() == choices.starts.tolist()
+    starts = step.starts.tolist()
+    at = [i for start, end, new in zip(starts, starts[1:], num_new, strict=False) for i in range(start + new - 1, end)]
+    assert choices.at.tolist() == at
     assert choices.rows.tolist() == [10 + i for i, row in enumerate(chosen) for _ in row]
     assert choices.lens.tolist() == [
         known + i for known, row in zip(lens, chosen, strict=True) for i in range(len(row))
@@ -62,7 +66,7 @@ def test_a_row_keeps_its_choices_up_to_the_first_that_is_no_draft(found, lasts, 
 
 
 def test_log_probabilities_are_those_of_accepted_tokens() -> None:
-    verified = verify(i32([5, 6, 9, 1, 7, 2]), step_of([[5, 6, 8], [3]], [4, 4]).choices())
+    verified = verify(i32([5, 6, 9, 1, 7, 2]), step_of([[5, 6, 8], [3]], [4, 4], [1, 2]).choices())
     assert verified.tokens.tolist() == [5, 6, 9, 7]
     lines = {line: Logprobs(own=np.float32(line).tobytes()) for line in range(4)}  # the second row wants none
     merged = verified.merge(lines)
