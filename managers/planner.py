@@ -335,8 +335,8 @@ class Planner:
     def _plan_several(self, decodes: list[Req]) -> ScheduleBatch | None:
         """A step that computes several tokens of a request: forced ones, drafts, or both.
 
-        None if no request has any, or if there is no room: they never cause a retraction. If there is room for some, drafts
-        are left out.
+        None if no request has any, or if there is no room: they never cause a retraction. If there is room only for the
+        forced ones, drafts are left out.
         """
         limits = self._limits
         known = known_ids(decodes, limits.max_prefill_tokens if limits.joins_forced_tokens else len(decodes))
