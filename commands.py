@@ -82,7 +82,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
+    of_server = "with --base-url: the name of a model or LoRA adapter of the server"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{_MODEL}; {of_server}")
     parser.add_argument(
         "--base-url", metavar="URL", help="running server; default: TERCET_BASE_URL, else http://127.0.0.1:30000"
     )

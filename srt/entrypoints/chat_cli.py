@@ -63,15 +63,14 @@ def chat(
 def choose_partner(model: str | None, base_url: str | None, api_key: str | None) -> ChatPartner:
     """The chat partner: the given model, the given server, a server at the default port, or the default model.
 
-    The first that exists, in this order. Raises ValueError, OSError, ChatError or a TercetError.
+    The first that exists, in this order. With `base_url`, `model` is the name of one of the server's models. Raises
+    ValueError, OSError, ChatError or a TercetError.
     """
-    if model is not None:
-        if base_url is not None:
-            raise ValueError("give a model or --base-url, not both")
+    if model is not None and base_url is None:
         return EngineChat(model, os.path.basename(model.rstrip("/")))
     named = base_url or env.base_url()
     if named is not None:
-        return ServerChat(named, api_key)
+        return ServerChat(named, api_key, model)
     server = find_server(_DEFAULT_BASE_URL, api_key)
     return server or EngineChat(str(require_default_model()), DEFAULT_MODEL_NAME)
 

@@ -78,8 +78,18 @@ class EngineChat:
 class ServerChat:
     """Chats with any server of OpenAI's chat completions API, Tercet or another."""
 
-    def __init__(self, base_url: str, api_key: str | None, *, connect_timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
-        """Asks the server for its model. Raises ValueError for an invalid URL, ChatError when no server answers."""
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        model: str | None = None,
+        *,
+        connect_timeout_s: float = _CONNECT_TIMEOUT_S,
+    ) -> None:
+        """Asks the server for its models. `model`: the name of one, or of a LoRA adapter; None: the first one.
+
+        Raises ValueError for an invalid URL, ChatError when no server answers or it has no such model.
+        """
         self._url = url = _parsed(base_url)
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self._base_url = base_url
@@ -88,9 +98,12 @@ class ServerChat:
         with closing(self._request("GET", "/v1/models")) as response:
             models = _json(_read(response))
         try:
-            self._model = str(models["data"][0]["id"])
+            names = [str(one["id"]) for one in models["data"]]
+            self._model = model or names[0]
         except (KeyError, IndexError, TypeError):
             raise ChatError(f"{base_url} lists no model") from None
+        if self._model not in names:
+            raise ChatError(f"{base_url} has no model {self._model!r}, only {', '.join(names)}")
         self.name = f"{self._model} at {base_url}"
 
     def answer(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Generator[str, None, None]:

@@ -11,8 +11,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from fake_adapters import WITH_PIRATE
+from fake_http import text_of
+from live_site import live_site
 from toy_engine import environment
 
+from tercet.srt.entrypoints.chat_cli import choose_partner
 from tercet.srt.entrypoints.chat_partners import ChatError, ChatOptions, ServerChat
 
 HELLO = b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
@@ -122,3 +126,16 @@ def test_other_servers_write_null_for_what_an_event_lacks() -> None:
 def test_a_url_that_cannot_be_one_is_refused_by_name(url: str) -> None:
     with pytest.raises(ValueError, match=r"^--base-url must be like http://127.0.0.1:30000, got "):
         ServerChat(url, None)
+
+
+def test_a_chat_names_a_model_or_an_adapter_of_the_server() -> None:
+    with live_site(**WITH_PIRATE) as site:
+        for name, adapter in ((None, None), ("tiny", None), ("pirate", "pirate")):
+            site.scheduler.received.clear()
+            chat = choose_partner(name, site.url, None)
+            assert chat.name == f"{name or 'tiny'} at {site.url}"
+            assert "".join(chat.answer([{"role": "user", "content": "hi"}], ChatOptions(0.0, 3))) == text_of(3)
+            (request,) = site.scheduler.received
+            assert (request.options.adapter and request.options.adapter.name) == adapter
+        with pytest.raises(ChatError, match=r"has no model 'ninja', only tiny, pirate$"):
+            choose_partner("ninja", site.url, None)

@@ -320,7 +320,7 @@ def test_nobody_there(unused_url: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"{unused_url} does not answer" in capsys.readouterr().err
     assert main(["chat", "--base-url", "ftp://x"]) == 1
     assert main(["chat", "MODEL", "--base-url", unused_url]) == 1
-    capsys.readouterr()
+    assert f"{unused_url} does not answer" in capsys.readouterr().err
     for flag, value, message in (
         ("--temperature", "nan", "a finite number of at least 0, got nan"),
         ("--temperature", "-3", "a finite number of at least 0, got -3.0"),
