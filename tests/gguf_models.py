@@ -1,6 +1,8 @@
-"""Writes GGUF files from small transformers models."""
+"""Writes GGUF files from small transformers models, and splits files."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -206,3 +208,26 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def split_gguf(source, *, max_tensors, empty_first=False):
+    """Writes the parts of a GGUF file beside it, as gguf-split does. Returns their paths.
+
+    `max_tensors`: of a part, less than the file has. `empty_first`: the first part has only the metadata.
+    """
+    reader = gguf.GGUFReader(str(source))
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(source, arch, split_max_tensors=max_tensors, small_first_shard=empty_first)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], item)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    paths = sorted(Path(source).parent.glob(f"{Path(source).stem}-*-of-*.gguf"))
+    assert len(paths) > 1
+    return paths

@@ -10,7 +10,8 @@ from functools import partial
 import gguf
 import torch
 
-from ...srt.model_files.gguf_file import GGUFFile, GGUFTensor
+from ...srt.model_files.gguf_file import GGUFTensor
+from ...srt.model_files.gguf_model import GGUFModel
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.model_files.rope_config import GGUF_DIVISORS
 from ..layers.quantized_weight import QuantizedWeight
@@ -68,14 +69,15 @@ _CPU = torch.device("cpu")
 
 
 class GGUFCheckpoint:
-    """A Checkpoint of a GGUF file. Raises ValueError for a tensor that cannot be dequantised, and for one that is there
-    by two names.
+    """A Checkpoint of a GGUF file, or of the parts of a split one.
+
+    Raises ValueError for a tensor that cannot be dequantised, and for one that is there by two names.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device = _CPU) -> None:
         """`device`: where tensors are dequantised."""
         self._device = device
-        self._file = GGUFFile(config.model_path)
+        self._file = GGUFModel(config.model_path)
         arch = str(self._file.metadata["general.architecture"])
         stems = _NAMES | _NAMES_OF_ARCHITECTURE.get(arch, {})
         self._tensors: dict[str, GGUFTensor] = {}

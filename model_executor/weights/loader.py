@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.families import FAMILIES
+from ...srt.model_files.fingerprint import weight_files
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig, Mxfp4Config
 from ..device.dtypes import DTYPES, dtype_name
@@ -191,7 +192,7 @@ def load_parameters(
     # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself.
     if cache is not None and not forms and shard == WHOLE and _is_dequantised_by_a_cpu(config, device):
         table = family_of(config).parameters(config)
-        parameters = WeightCache(cache).parameters(config.model_path, table, dtypes, stored)
+        parameters = WeightCache(cache).parameters(weight_files(config), table, dtypes, stored)
     else:
         parameters = stored(device)
     return parameters if device.type == "cpu" else {name: tensor.to(device) for name, tensor in parameters.items()}

@@ -1,8 +1,8 @@
 """The weight cache: dequantised weights on disk. A GGUF file is dequantised once, and later starts map the result.
 
-An entry is a safetensors file with all parameters, in the order of the family's table. Its name has a hash of the GGUF
-file's content, the dtypes and LAYOUT. Its header follows from these and from the checksum of the data. So an entry is
-valid if its header equals the header computed with its checksum. An invalid entry is made again.
+An entry is a safetensors file with all parameters, in the order of the family's table. Its name has a hash of the
+content of the GGUF files, the dtypes and LAYOUT. Its header follows from these and from the checksum of the data. So an
+entry is valid if its header equals the header computed with its checksum. An invalid entry is made again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,20 +39,22 @@ class WeightCache:
 
     def parameters(
         self,
-        source: str,
+        sources: Iterable[str],
         table: Sequence[Parameter],
         dtypes: ParameterDtypes,
         make: Callable[[], Mapping[str, torch.Tensor]],
     ) -> Mapping[str, torch.Tensor]:
-        """The parameters of the GGUF file `source`, mapped from its entry, which is made from `make()` if needed.
+        """The parameters of the GGUF files `sources`, mapped from their entry, which is made from `make()` if needed.
 
         `table` lists the parameters. If no entry can be written, logs a warning and returns the result of `make()`.
-        Raises OSError if `source` cannot be read.
+        Raises OSError if a file cannot be read.
         """
-        with open_file(source) as read:
-            digest = hashlib.file_digest(read, "sha256").hexdigest()
-            source_bytes = read.tell()
-        file = _File(self._folder.path, digest, table, dtypes)
+        digest, source_bytes = hashlib.sha256(), 0
+        for source in sources:
+            with open_file(source) as read:
+                hashlib.file_digest(read, lambda: digest)
+                source_bytes += read.tell()
+        file = _File(self._folder.path, digest.hexdigest(), table, dtypes)
         entry = Entry(
             file.path,
             "dequantised weights",

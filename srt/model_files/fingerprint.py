@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .files import open_file
+from .gguf_model import part_paths
 from .model_config import ModelConfig
 
 _SAMPLE_BYTES = 4 << 10
@@ -26,14 +27,17 @@ def weight_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_fingerprints(config: ModelConfig) -> Iterator[str]:
-    """One for each file of the weights. Raises OSError for an unreadable model."""
+    """One for each file of the weights. Raises as `weight_files`."""
     return map(fingerprint, weight_files(config))
 
 
 def weight_files(config: ModelConfig) -> Iterator[str]:
-    """The paths of the files of the weights, and of what names them. Raises OSError for an unreadable model."""
+    """The paths of the files of the weights, and of what names them.
+
+    Raises OSError for an unreadable model, and ValueError for a split GGUF file that is not valid.
+    """
     if config.load_format == "gguf":
-        yield config.model_path
+        yield from part_paths(config.model_path)
         return
     for name in sorted(os.listdir(config.model_path)):
         if name.endswith((".safetensors", ".safetensors.index.json")):

@@ -1,4 +1,4 @@
-"""Reads the config of a model from the metadata of a GGUF file."""
+"""Reads the config of a model in the GGUF format from its metadata and its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .families import (
     Family,
 )
 from .generation_defaults import GGUF_KEYS, read_generation_defaults
-from .gguf_file import GGUFFile, GGUFTensor
+from .gguf_file import GGUFTensor
+from .gguf_model import GGUFModel
 from .layer_windows import SlidingWindows, local_windows
 from .model_config import ACTIVATIONS, MAX_LAYERS, ModelConfig
 from .rope_config import (
@@ -52,16 +53,14 @@ _GGUF_POOLINGS = (0, 3)
 """None, and the last token, which is what /v1/embeddings takes by default. Embedding models name their pooling."""
 
 
-def config_from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelConfig:
-    """Read the config of a GGUF file. Raises as `load_model_config` does."""
+def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> ModelConfig:
+    """Read the config of a GGUF model. Raises as `load_model_config` does."""
     metadata = Settings(file.path, file.metadata)
     arch = metadata.text("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
         raise metadata.unsupported(
             f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
         )
-    if (parts := metadata.integer("split.count", 0, minimum=0)) > 1:
-        raise metadata.unsupported(f"the file is one of {parts} split files; merge them first")
     prefix = f"{arch}."
     family = FAMILIES[GGUF_ARCHITECTURES[arch]]
     keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
@@ -190,7 +189,7 @@ def _token_id(metadata: Settings, name: str) -> int | None:
     return token if token >= 0 else None
 
 
-def _rope_divisors(file: GGUFFile, tensors: Mapping[str, GGUFTensor], rotary_dim: int) -> GGUFDivisors:
+def _rope_divisors(file: GGUFModel, tensors: Mapping[str, GGUFTensor], rotary_dim: int) -> GGUFDivisors:
     def values(name: str) -> tuple[float, ...] | None:
         if name not in tensors:
             return None

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from .files import read_json_object
 from .gguf_config import config_from_gguf
-from .gguf_file import GGUFFile
+from .gguf_model import GGUFModel
 from .hf_config import config_from_hf
 from .model_config import ModelConfig
 from .settings import Settings
@@ -36,7 +36,7 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
     if not is_dir and path.endswith(".gguf"):
         if load_format == "safetensors":
             raise ValueError(f"load format safetensors does not fit the GGUF file {path!r}")
-        return config_from_gguf(GGUFFile(path), "dummy" if load_format == "dummy" else "gguf")
+        return config_from_gguf(GGUFModel(path), "dummy" if load_format == "dummy" else "gguf")
     if load_format == "gguf":
         raise ValueError(f"load format gguf needs a .gguf file, got {path!r}")
     if not is_dir and load_format != "dummy":

@@ -15,7 +15,10 @@ class ModelSettings:
 
     TITLE: ClassVar[str] = "The model"
 
-    model_path: Annotated[str, Setting("Hugging Face directory, .gguf file, or config.json (dummy weights)")]
+    model_path: Annotated[
+        str,
+        Setting("Hugging Face directory, .gguf file (of a split one the first part), or config.json (dummy weights)"),
+    ]
     tokenizer_path: Annotated[
         str | None, Setting("Directory or .gguf file of the tokenizer; default: --model-path")
     ] = None

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
-from ..model_files.gguf_file import GGUFFile
+from ..model_files.gguf_model import open_first_part
 from ..model_files.settings import Settings, quote
 from .gguf_pre_tokenizers import MERGES_ARE_OPTIONAL, PRE_TOKENIZERS, STARTS_WITH_BOS
 from .tokenizer_parts import TokenizerParts
@@ -49,8 +49,11 @@ _HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
-    """Read the tokenizer of a GGUF file. Raises ValueError if it is missing, not supported or not valid."""
-    metadata = GGUFFile(path).metadata
+    """Read the tokenizer of a GGUF file, or of the first part of a split one.
+
+    Raises ValueError if it is missing, not supported or not valid.
+    """
+    metadata = open_first_part(path).metadata
     try:
         return _build(Settings("metadata", metadata))
     except ValueError as error:

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_models import HF_TO_GGUF, Kind, write_gguf
-from runner_driver import RunnerDriver, relative_error
+from gguf_models import HF_TO_GGUF, Kind, split_gguf, write_gguf
+from runner_driver import RunnerDriver, relative_error, short_logits
 from runners import make_runner
 from tiny_models import make_model, make_odd_model, make_wide_experts, reference_logits
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,6 +66,19 @@ def test_dequantises_to_the_bits_of_gguf(kind, tmp_path):
         expected = gguf.dequantize(gguf.quantize(stored, kind), kind).astype(np.float32)
         actual = checkpoint.tensor(name).float().numpy()
         assert np.array_equal(actual, expected) and not np.array_equal(actual, stored)
+
+
+@pytest.mark.parametrize("empty_first", [False, True])
+@pytest.mark.parametrize("cache", ["off", "cache"])
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, "float32"), (Kind.Q4_1, "float32"), (Kind.Q4_1, "bfloat16")])
+def test_a_split_file_has_the_logits_of_the_whole_one(kind, dtype, cache, empty_first, tmp_path):
+    whole = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=kind)
+    paths = split_gguf(whole, max_tensors=6, empty_first=empty_first)
+    assert len(paths) > 4 and bool(GGUFFile(paths[0]).tensors) != empty_first
+    folder = "off" if cache == "off" else str(tmp_path / cache)
+    options = {"dtype": dtype, "max_running_requests": 3, "max_total_tokens": 256, "weight_cache": folder}
+    expected, actual = (short_logits(make_runner(load_model_config(path), **options)) for path in (whole, paths[0]))
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("kind", "form"), [(Kind.Q8_0, "int8"), (Kind.Q4_1, "int4")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_models import Kind, write_gguf
+from gguf_models import Kind, split_gguf, write_gguf
 from runner_driver import short_logits
 from runners import make_runner
 from safetensors.torch import load_file
@@ -205,6 +205,17 @@ def test_weights_that_change_in_place_are_noticed(tmp_path: Path, folder: Path) 
     assert path.stat().st_size == status.st_size
     after = short_logits(runner_of(config, folder))
     assert torch.equal(after, short_logits(runner_of(other, "off"))) and not torch.equal(after, before)
+
+
+def test_a_later_part_that_changes_in_place_is_noticed(tmp_path: Path, folder: Path) -> None:
+    paths = split_gguf(gguf(tmp_path / "model", "llama", Kind.Q8_0).model_path, max_tensors=10)
+    config = load_model_config(paths[0])
+    before = short_logits(runner_of(config, folder))
+    data = bytearray(paths[1].read_bytes())
+    data[-1000:] = bytes(1000)
+    paths[1].write_bytes(data)
+    after = short_logits(runner_of(config, folder))
+    assert torch.equal(after, short_logits(runner_of(config, "off"))) and not torch.equal(after, before)
 
 
 def test_another_index_is_noticed(tmp_path: Path, folder: Path) -> None:

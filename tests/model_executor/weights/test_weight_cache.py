@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 import torch
-from gguf_models import Kind, write_gguf
+from gguf_models import Kind, split_gguf, write_gguf
 from runners import make_runner
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_wide_model
@@ -118,6 +118,17 @@ def test_other_content_or_dtype_is_another_entry(config, folder, tmp_path):
     os.utime(config.model_path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert equal(load(config, folder), load_parameters(config, torch.bfloat16, CPU))
     assert len(entries(folder)) == 3
+
+
+def test_other_content_of_a_later_part_is_another_entry(config, folder):
+    paths = split_gguf(config.model_path, max_tensors=10)
+    split = load_model_config(paths[0])
+    load(split, folder)
+    data = bytearray(paths[1].read_bytes())
+    data[-1] ^= 1
+    paths[1].write_bytes(data)
+    assert equal(load(split, folder), load_parameters(split, torch.bfloat16, CPU))
+    assert len(entries(folder)) == 2
 
 
 def cut_short(path):

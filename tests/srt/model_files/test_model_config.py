@@ -365,7 +365,6 @@ def test_an_embedding_model_may_name_the_pooling_of_its_last_token(tmp_path, poo
         ({"extra": [("add_logit_scale", 2.0)]}, "logit_scale"),
         ({"extra": [("add_rope_dimension_count", 4)]}, "rope.dimension_count"),
         ({"extra": [("add_rope_scaling_type", gguf.RopeScalingType.LONGROPE)]}, "longrope"),
-        ({"extra": [("add_uint16", "split.count", 3)]}, "split"),
         ({"extra": [("add_rope_scaling_attn_factors", 1.2)]}, "attn_factor must be 1 without tensors rope_factors"),
         ({"tensors": {"rope_factors_long.weight": (4,)}}, "rope_factors_short and rope_factors_long is missing"),
         ({"tensors": {"rope_freqs.weight": (3,)}}, "rope_freqs"),
