@@ -198,7 +198,7 @@ class Engine:
         engine, and EngineBusy if requests still run after `drain_timeout` seconds (default 60) or keep KV of the old
         weights in the pause. After an error the old weights are in use.
         """
-        path = str(Path(model_path).resolve())
+        path = str(Path(model_path).absolute())
         body = {
             "model_path": path,
             "load_format": load_format,

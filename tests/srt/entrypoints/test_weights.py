@@ -113,6 +113,27 @@ def test_a_client_loads_nothing_outside(updatable: WeightSite, path: str, tmp_pa
     assert not updatable.updates
 
 
+def test_a_link_to_a_file_keeps_its_name(updatable: WeightSite) -> None:
+    """In Hugging Face's cache, the other parts of a split GGUF file are beside the link."""
+    blob, snapshot = updatable.folder / "blobs" / "d1", updatable.folder / "snapshots" / "main"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    blob.write_bytes(b"")
+    link = snapshot / "m-00001-of-00002.gguf"
+    link.symlink_to(blob)
+    for given in ("snapshots/main/m-00001-of-00002.gguf", str(link)):
+        updatable.good(PATH, {"model_path": given})
+        assert updatable.updates[-1].model_path == str(link)
+
+
+def test_a_link_outside_to_a_file_inside_is_refused(updatable: WeightSite, tmp_path_factory: Any) -> None:
+    """Its folder may have other files of the model."""
+    (updatable.folder / "m.gguf").write_bytes(b"")
+    link = tmp_path_factory.mktemp("outside") / "m.gguf"
+    link.symlink_to(updatable.folder / "m.gguf")
+    updatable.refused(PATH, {"model_path": str(link)}, 403)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
