@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,20 +23,21 @@ _KEYS_OF_CHECKPOINT = (
 def config_from_hf(
     config: Settings,
     generation: Settings,
-    of_autogptq: Settings | None,
+    older_quantization: Callable[[], Settings | None],
     path: str,
     load_format: Literal["safetensors", "dummy"],
 ) -> ModelConfig:
     """Read the config from config.json and generation_config.json.
 
-    `of_autogptq`: quantize_config.json, if there is one. `path`: becomes `model_path`. Raises as `load_model_config`.
+    `older_quantization`: reads quantization settings beside config.json. `path`: becomes `model_path`. Raises as
+    `load_model_config`.
     """
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     if family.has_text_config:
         config = _text_config(config)
     config = config.with_defaults(family.defaults)
-    quantization = read_quantization_config(config, of_autogptq, stacked_experts=family.stacked_experts)
+    quantization = read_quantization_config(config, older_quantization, stacked_experts=family.stacked_experts)
     for key in ("rope_interleaved", "use_mrope"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")

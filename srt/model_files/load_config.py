@@ -6,6 +6,7 @@ A setting that the decoder would ignore is refused by name, so a model that star
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Literal, TypeAlias
 
 from .files import read_json_object
@@ -13,6 +14,7 @@ from .gguf_config import config_from_gguf
 from .gguf_model import GGUFModel
 from .hf_config import config_from_hf
 from .model_config import ModelConfig
+from .older_quantization import read_older_quantization
 from .settings import Settings
 
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -47,12 +49,10 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
     config_path = os.path.join(path, "config.json") if is_dir else path
     generation_path = os.path.join(folder, "generation_config.json")
     generation = read_json_object(generation_path) if os.path.exists(generation_path) else {}
-    gptq_path = os.path.join(folder, "quantize_config.json")
-    of_autogptq = Settings(gptq_path, read_json_object(gptq_path)) if os.path.exists(gptq_path) else None
     return config_from_hf(
         Settings(config_path, _read_config(config_path)),
         Settings(generation_path, generation),
-        of_autogptq,
+        partial(read_older_quantization, folder),
         path,
         "dummy" if load_format == "dummy" else "safetensors",
     )

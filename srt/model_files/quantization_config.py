@@ -1,6 +1,7 @@
 """The quantized matrices of a checkpoint: what its files say about them.
 
-The settings are in config.json, as `quantization_config`. Old versions of AutoGPTQ write them to quantize_config.json.
+The settings are in config.json, as `quantization_config`. Old programs write them to a file of their own
+(older_quantization.py).
 
 8-bit floating point (Fp8Config) is read from `quant_method` "fp8", the format of DeepSeek's and Qwen's own checkpoints,
 and from "compressed-tensors" with the format "float-quantized". 4-bit floating point (Mxfp4Config) is read from
@@ -14,6 +15,7 @@ serving, because such rounding needs nothing from the file. Settings for anythin
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from .settings import Settings, quote
@@ -102,22 +104,23 @@ QuantizationConfig: TypeAlias = Fp8Config | IntegerConfig | Mxfp4Config
 
 
 def read_quantization_config(
-    config: Settings, of_autogptq: Settings | None = None, *, stacked_experts: bool = False
+    config: Settings, older: Callable[[], Settings | None], *, stacked_experts: bool = False
 ) -> QuantizationConfig | None:
     """The quantized matrices that config.json describes; None if the checkpoint is not quantized.
 
-    `of_autogptq`: the settings in quantize_config.json. They count only if config.json has none. `stacked_experts`:
-    whether the checkpoint has tensors with the matrices of all experts, which only have formats of their own.
+    `older`: reads the settings in a file beside config.json. They count only if config.json has none.
+    `stacked_experts`: whether the checkpoint has tensors with the matrices of all experts, which only have formats of
+    their own.
 
     Raises ModelNotSupported for other formats and for settings that this engine would ignore.
     """
     if config.get("compression_config"):
         raise config.unsupported("compression_config is not supported; newer files name it quantization_config")
-    given = config.nested("quantization_config") if config.get("quantization_config") else of_autogptq
+    given = config.nested("quantization_config") if config.get("quantization_config") else older()
     if given is None:
         return None
     found: QuantizationConfig
-    method = given.text("quant_method") or ("gptq" if given is of_autogptq else None)
+    method = given.text("quant_method")
     methods = _METHODS_OF_STACKED_EXPERTS if stacked_experts else _METHODS
     if method not in methods:
         where = " for this architecture" if stacked_experts else ""

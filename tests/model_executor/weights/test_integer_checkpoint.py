@@ -119,6 +119,14 @@ def test_older_checkpoints_have_the_settings_in_a_file_of_their_own(tmp_path: Pa
     assert torch.equal(logits(integers, "torch"), logits(wide, "torch"))
 
 
+def test_older_checkpoints_of_awq_have_them_in_another_file(tmp_path: Path) -> None:
+    integers, wide = save_pair(tmp_path, KINDS["awq"])
+    change_config(integers, quantization_config=None)
+    settings = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+    (integers / "quant_config.json").write_text(json.dumps(settings))
+    assert torch.equal(logits(integers, "torch"), logits(wide, "torch"))
+
+
 def test_targets_of_compressed_tensors_may_be_regular_expressions(tmp_path: Path) -> None:
     integers, wide = save_pair(tmp_path, KINDS["packed"])
     config = KINDS["packed"].config()

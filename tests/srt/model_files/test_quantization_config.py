@@ -174,6 +174,47 @@ def test_settings_of_gptq_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
         read(tmp_path, {})
 
 
+OLD_AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+"""As AutoAWQ before 0.2 writes it."""
+
+
+def test_settings_of_awq_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "quant_config.json"
+
+    def read_old(**changes: object) -> IntegerConfig:
+        path.write_text(json.dumps({key: value for key, value in (OLD_AWQ | changes).items() if value != "absent"}))
+        return read(tmp_path, {})
+
+    expected = read(tmp_path, AWQ)
+    assert read_old() == expected == IntegerConfig("awq", 4, 128, False, False)
+    assert read_old(version="absent", modules_to_not_convert=None) == expected  # 0.0 and 0.1.7
+    assert read_old(q_group_size=-1) == expected._replace(group_size=None)
+    assert read_old(modules_to_not_convert=["lm_head"]) == expected._replace(excluded=("lm_head",))
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"quant_config.json' must hold a JSON object"):
+        read(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w_bit": 8}, "w_bit must be 4, got 8"),
+        ({"w_bit": None}, "w_bit must be an integer from 1 to .*, got None"),
+        ({"q_group_size": 0}, "q_group_size must be an integer from 1 to .*, got 0"),
+        ({"q_group_size": None}, "q_group_size must be an integer from 1 to .*, got None"),
+        ({"zero_point": False}, "zero_point must be true, got False"),
+        ({"version": "GEMV"}, "version must be 'gemm', got 'GEMV'"),
+        ({"bits": 4}, "{'bits': 4} is not supported"),
+        ({"quant_method": "hqq"}, "method 'hqq'. is not supported"),
+    ],
+)
+def test_other_settings_in_the_file_of_awq_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    (tmp_path / "quant_config.json").write_text(json.dumps(OLD_AWQ | changes))
+    with pytest.raises(ValueError, match=rf"quant_config.json: .*{message}"):
+        read(tmp_path, {})
+    assert read(tmp_path, AWQ).layout == "awq"  # config.json counts more
+
+
 @pytest.mark.parametrize("form", ["language_model.model.", "model.language_model."])
 def test_names_in_a_model_that_also_takes_images(form: str) -> None:
     """Files name modules as the whole model has them, and tensors of the language model are read without that."""
