@@ -37,7 +37,7 @@ _BENCHMARKS = {
 }
 """Name of each benchmark on the command line -> its module in benchmarks/, and what it measures."""
 _MODEL = (
-    f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({INSTALL_COMMAND})"
+    f"Hugging Face directory or GGUF file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({INSTALL_COMMAND})"
 )
 
 

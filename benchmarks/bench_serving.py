@@ -246,7 +246,7 @@ def _tokenizer(options: argparse.Namespace, server: _Server) -> Tokenizer:
         return load_tokenizer(place)
     except ValueError as error:
         why = error if Path(place).exists() else f"no tokenizer is called {place!r}, and there is no such path here"
-        raise BenchError(f"{why}; --tokenizer names a directory or a .gguf file") from error
+        raise BenchError(f"{why}; --tokenizer names a directory or a GGUF file") from error
 
 
 async def _warm_up(

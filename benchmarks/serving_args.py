@@ -77,7 +77,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="directory or .gguf file (default: --model, else the model that the server names)",
+        help="directory or GGUF file (default: --model, else the model that the server names)",
     )
     group.add_argument("--header", metavar="NAME=VALUE", nargs="+", type=_header, help="headers of every request")
     group.add_argument(

@@ -191,7 +191,7 @@ class Engine:
         weight_version: str | None = None,
         drain_timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Loads other weights of the same model, from a folder or a .gguf file. Returns the answer of
+        """Loads other weights of the same model, from a folder or a GGUF file. Returns the answer of
         /update_weights_from_disk.
 
         Running requests end first, unless generation is paused. Raises InvalidRequest for weights that do not suit the

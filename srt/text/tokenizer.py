@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequest
 from ..model_files.files import read_text
+from ..model_files.gguf_file import is_gguf
 from .gguf_tokenizer import read_gguf_tokenizer
 from .hf_tokenizer import read_hf_directory, read_with_transformers
 from .token_bytes import TokenBytes
@@ -183,7 +184,7 @@ def load_tokenizer(model_path: str, tokenizer_path: str | None = None, chat_temp
     if os.path.basename(name) in ("config.json", "tokenizer.json"):
         name = os.path.dirname(name) or "."
     path = Path(name)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         parts = read_gguf_tokenizer(path)
     elif (path / "tokenizer.json").exists():
         parts = read_hf_directory(path)

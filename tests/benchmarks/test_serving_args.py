@@ -38,7 +38,7 @@ def test_the_tokenizer_is_the_servers_unless_one_is_named(bench: Bench, tokenize
         assert main([*common, "--tokenizer", missing]) == 1
         assert bench.read().endswith(
             f"no tokenizer is called {missing!r}, and there is no such path here; --tokenizer names a directory or a "
-            ".gguf file\n"
+            "GGUF file\n"
         )
 
 

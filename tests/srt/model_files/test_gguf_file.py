@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
 import weakref
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tercet.srt.model_files.gguf_file import GGUFFile
+from tercet.srt.model_files.gguf_file import GGUFFile, is_gguf
 
 
 def write_file(path, *, alignment=None):
@@ -54,6 +55,16 @@ def test_reads_what_the_reference_writer_wrote(tmp_path, alignment):
     assert (a.name, a.shape, a.type) == ("a", (3, 4), gguf.GGMLQuantizationType.F32)
     assert np.array_equal(file.tensor_bytes(a, 48).view(np.float32).reshape(a.shape), np.arange(12).reshape(3, 4))
     assert np.array_equal(file.tensor_bytes(b, 10).view(np.float16), np.arange(5))
+
+
+def test_a_file_is_known_by_its_ending_or_by_its_first_bytes(tmp_path):
+    path = write_file(tmp_path / "x.gguf")
+    blob = path.rename(tmp_path / "sha256-0123")
+    (tmp_path / "other").write_bytes(b"GGU")
+    (tmp_path / "folder.gguf").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert [is_gguf(found) for found in (blob, str(blob), "absent.gguf")] == [True] * 3
+    assert not any(is_gguf(tmp_path / name) for name in ("other", "folder.gguf", "pipe", "absent"))
 
 
 def test_agrees_with_the_reference_reader(tmp_path):

@@ -87,6 +87,20 @@ def test_a_whole_model_may_have_the_name_of_a_part(tmp_path: Path, count: int | 
     assert GGUFModel(path).paths == [str(path)]
 
 
+def test_a_file_without_an_ending_is_the_same_model(whole: Path, tmp_path: Path) -> None:
+    """Ollama names a file by its digest."""
+    blob = Path(
+        shutil.copy(whole, tmp_path / "sha256-74701a8c35f6c8d9a4b91f3f3497643001d63e0c7a84e085bed452548fa88d45")
+    )
+    config = load_model_config(blob)
+    assert config == dataclasses.replace(load_model_config(whole), model_path=str(blob))
+    assert load_tokenizer(str(blob)).encode("abba") == load_tokenizer(str(whole)).encode("abba")
+    assert load_model_config(blob, "gguf") == config
+    blob.write_bytes(b"{{ .Prompt }}")
+    with pytest.raises(ValueError, match=r"must be a directory with config.json, a GGUF file, or a config.json$"):
+        load_model_config(blob)
+
+
 def test_parts_are_found_by_the_names_of_links(parts: list[Path], tmp_path: Path) -> None:
     """As in Hugging Face's cache."""
     (tmp_path / "snapshot").mkdir()
