@@ -10,6 +10,7 @@ Source: tools/gguf-split/gguf-split.cpp and src/llama-model-loader.cpp of llama.
 from __future__ import annotations
 
 import os
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +71,11 @@ def part_paths(path: str) -> list[str]:
     """The paths of all files of a model. `path`: the model, or its first part. Raises as GGUFModel does."""
     # Any first part has such a name. Others are not opened, which takes tens of milliseconds.
     return GGUFModel(path).paths if "-00001-of-" in path else [path]
+
+
+def has_name_of_later_part(name: str) -> bool:
+    """Whether gguf-split gives such a name to a part that is not the first one."""
+    return "-00001-of-" not in name and re.search(r"-\d{5}-of-\d{5}\.gguf$", name) is not None
 
 
 class _Split(NamedTuple):

@@ -12,13 +12,15 @@ from typing import Literal, TypeAlias
 from .files import read_json_object
 from .gguf_config import config_from_gguf
 from .gguf_file import is_gguf
-from .gguf_model import GGUFModel
+from .gguf_model import GGUFModel, has_name_of_later_part
 from .hf_config import config_from_hf
 from .model_config import ModelConfig
 from .older_quantization import read_older_quantization
 from .settings import Settings
 
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
+
+_MAX_NAMED = 3
 
 
 def load_model_config(model_path: str | os.PathLike[str], load_format: LoadFormat = "auto") -> ModelConfig:
@@ -40,6 +42,8 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
         return config_from_gguf(GGUFModel(path), "dummy" if load_format == "dummy" else "gguf")
     if not is_dir and not path.endswith(".json"):
         raise ValueError(f"{path!r} must be a directory with config.json, a GGUF file, or a config.json")
+    if is_dir and load_format != "dummy":
+        _refuse_folder_of_gguf_files(path)
     if load_format == "gguf":
         raise ValueError(f"load format gguf needs a GGUF file, got {path!r}")
     if not is_dir and load_format != "dummy":
@@ -57,6 +61,18 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
         path,
         "dummy" if load_format == "dummy" else "safetensors",
     )
+
+
+def _refuse_folder_of_gguf_files(folder: str) -> None:
+    """Raise ValueError if GGUF files are the only weights in a folder, because each of them may be another model."""
+    names = sorted(os.listdir(folder))
+    models = [name for name in names if name.endswith(".gguf") and not has_name_of_later_part(name)]
+    if models and not any(name.endswith(".safetensors") for name in names):
+        more = f" and {len(models) - _MAX_NAMED} more" if len(models) > _MAX_NAMED else ""
+        raise ValueError(
+            f"{folder!r} has no safetensors files; give the path of one of its GGUF files: "
+            f"{', '.join(models[:_MAX_NAMED])}{more}"
+        )
 
 
 def _read_config(path: str) -> dict[str, object]:

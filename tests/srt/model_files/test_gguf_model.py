@@ -14,12 +14,12 @@ import pytest
 from gguf_models import split_gguf, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import make_model
+from tiny_models import checkpoint, make_model
 
 from tercet.srt.model_files.fingerprint import weight_files, weight_fingerprints
 from tercet.srt.model_files.gguf_file import GGUFFile
 from tercet.srt.model_files.gguf_model import GGUFModel
-from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.load_config import LoadFormat, load_model_config
 from tercet.srt.text.tokenizer import load_tokenizer
 
 KEYS = "split.no", "split.count", "split.tensors.count"
@@ -99,6 +99,29 @@ def test_a_file_without_an_ending_is_the_same_model(whole: Path, tmp_path: Path)
     blob.write_bytes(b"{{ .Prompt }}")
     with pytest.raises(ValueError, match=r"must be a directory with config.json, a GGUF file, or a config.json$"):
         load_model_config(blob)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "gguf"])
+@pytest.mark.parametrize("config", [None, "{}"])
+def test_the_models_in_a_folder_are_named(
+    parts: list[Path], tmp_path: Path, config: str | None, load_format: LoadFormat
+) -> None:
+    """Folders of GGUF files may have a config.json."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    names = rf"m-00001-of-0000{len(parts)}\.gguf, m\.gguf"
+    with pytest.raises(ValueError, match=rf"no safetensors files; give the path of one of its GGUF files: {names}$"):
+        load_model_config(tmp_path, load_format)
+    for name in ("n.gguf", "o.gguf", "p.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"GGUF files: {names}, n\.gguf and 2 more$"):
+        load_model_config(tmp_path, load_format)
+
+
+def test_a_folder_may_have_a_gguf_file_beside_its_safetensors(whole: Path, tmp_path: Path) -> None:
+    config = checkpoint(tmp_path / "a")
+    shutil.copy(whole, tmp_path / "a")
+    assert load_model_config(tmp_path / "a") == config
 
 
 def test_parts_are_found_by_the_names_of_links(parts: list[Path], tmp_path: Path) -> None:
