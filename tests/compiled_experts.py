@@ -11,7 +11,8 @@ from serving_shapes import meta
 from triton_aot import SHARED_OF_ALL, Launch, Resources, recorded
 
 from tercet.model_executor.kernels import expert_choice, experts
-from tercet.model_executor.kernels.tuning import programs_that_fit
+from tercet.model_executor.kernels.fp8_layout import FP8_BLOCK
+from tercet.model_executor.kernels.tuning import cdiv, programs_that_fit
 from tercet.srt.model_files.experts_config import ClampedGate
 
 MODELS = {
@@ -26,10 +27,15 @@ TOKENS = {"few": 4, "some": 100, "many": 4096}
 """Numbers of tokens that have other kernels: one program chooses, more do, and tiles are higher."""
 
 
-def expert_launches(model: str, tokens: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
-    """The launches of one layer."""
+def expert_launches(
+    model: str, tokens: str, arch: str, dtype: torch.dtype = torch.bfloat16, *, fp8: bool = False
+) -> list[Launch]:
+    """The launches of one layer. `fp8`: whether its weights are fp8, with scales of blocks."""
     hidden, inter, num_experts, top_k, normalized = MODELS[model]
-    weights = [meta(2 * inter, hidden, dtype=dtype)] * num_experts, [meta(hidden, inter, dtype=dtype)] * num_experts
+    shapes, stored = ((2 * inter, hidden), (hidden, inter)), torch.float8_e4m3fn if fp8 else dtype
+    weights = [[meta(*shape, dtype=stored)] * num_experts for shape in shapes]
+    of_blocks = [[meta(cdiv(k, FP8_BLOCK), n, dtype=torch.float32)] * num_experts for n, k in shapes]
+    scales = dict(zip(("gate_up_scales", "down_scales"), of_blocks, strict=True)) if fp8 else {}
     gate, biases, router_bias = GATES.get(model), (), None
     if gate is not None:
         router_bias = meta(num_experts, dtype=dtype)
@@ -38,10 +44,18 @@ def expert_launches(model: str, tokens: str, arch: str, dtype: torch.dtype = tor
     with patch.multiple(expert_choice, **of_target), patch.multiple(experts, **of_target), recorded() as launches:
         experts.experts_forward(
             meta(TOKENS[tokens], hidden, dtype=dtype), meta(num_experts, hidden, dtype=dtype),
-            experts.expert_weight_tables(*weights, *biases), top_k, normalized=normalized, router_bias=router_bias,
-            gate=gate,
+            experts.expert_weight_tables(*weights, *biases, **scales), top_k, normalized=normalized,
+            router_bias=router_bias, gate=gate,
         )  # fmt: skip
     return launches
+
+
+def fp8_launches(model: str, tokens: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+    """The two products of a layer with fp8 weights. Its other launches are those of any layer."""
+    launches = expert_launches(model, tokens, arch, dtype, fp8=True)
+    found = [launch for launch in launches if launch.kernel.fn.__name__ == "_expert_product_kernel"]
+    assert len(found) == 2
+    return found
 
 
 CASES: dict[str, Callable[[], list[Launch]]] = {
@@ -49,6 +63,11 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     for model, tokens in (("qwen3-30b", "few"), ("qwen3-30b", "many"), ("gpt-oss-20b", "many"))
 }
 """What each Triton compiles for sm_90."""
+FP8_CASES: dict[str, Callable[[], list[Launch]]] = {
+    f"fp8 experts-qwen3-30b, {tokens}": partial(fp8_launches, "qwen3-30b", tokens, "sm_90")
+    for tokens in ("few", "many")
+}
+"""The same with fp8 weights."""
 
 
 def assert_multiplies_grouped_rows(resources: Resources) -> None:
@@ -61,7 +80,21 @@ def assert_multiplies_grouped_rows(resources: Resources) -> None:
         assert counts.wgmma in (4 * counts.wgmma_batches, 8 * counts.wgmma_batches) and counts.mma == 0, resources
         assert counts.wgmma_batches <= counts.wgmma_waits == 2, resources
         assert counts.copies == counts.wide_copies > 0, resources
-        assert programs_that_fit(2, resources.registers, resources.threads) == 2, resources
-        assert 2 * (resources.shared + 1024) <= SHARED_OF_ALL, resources
+        _assert_two_programs_fit(resources)
     if resources.kernel == "_expert_sum_kernel":
         assert counts.wide_loads > 0, resources
+
+
+def assert_widens_fp8(resources: Resources) -> None:
+    """Checks that products with fp8 weights for sm_90 are not serialised, on tiles that are copied ahead. Narrow copies
+    are those of scales. Each batch waits, because the next one has to write its weights to shared memory."""
+    counts = resources.counts
+    assert counts is not None
+    assert counts.wgmma == 4 * counts.wgmma_batches == 4 * counts.wgmma_waits > 0 and counts.mma == 0, resources
+    assert counts.byte_loads == 0 and counts.copies < 2 * counts.wide_copies, resources
+    _assert_two_programs_fit(resources)
+
+
+def _assert_two_programs_fit(resources: Resources) -> None:
+    assert programs_that_fit(2, resources.registers, resources.threads) == 2, resources
+    assert 2 * (resources.shared + 1024) <= SHARED_OF_ALL, resources

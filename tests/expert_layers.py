@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tercet.model_executor.kernels.experts import expert_weight_tables, experts_forward, experts_forward_ref
+from tercet.model_executor.layers.fp8_weight import Fp8Weight, quantize_fp8
 from tercet.srt.model_files.experts_config import ClampedGate
 
 GATE = ClampedGate(alpha=1.702, limit=1.5)
@@ -26,9 +27,13 @@ class ExpertLayer:
     gate_up_bias: list[torch.Tensor] = field(default_factory=list)
     down_bias: list[torch.Tensor] = field(default_factory=list)
     gate: ClampedGate | None = None
+    gate_up_scales: list[torch.Tensor] = field(default_factory=list)
+    """of fp8 weights"""
+    down_scales: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        tables = expert_weight_tables(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        scales = {"gate_up_scales": self.gate_up_scales, "down_scales": self.down_scales}
+        tables = expert_weight_tables(self.gate_up, self.down, self.gate_up_bias, self.down_bias, **scales)
         options = {"normalized": self.normalized, "router_bias": self.router_bias, "gate": self.gate}
         return experts_forward(x, self.router, tables, self.top_k, **options)
 
@@ -43,6 +48,22 @@ class ExpertLayer:
         """Relative to the largest number."""
         expected = self.expected(x)
         return float((self.run(x).double() - expected).abs().max() / (1e-3 + expected.abs().max()))
+
+
+def fp8_pair(layer: ExpertLayer, form: str, *, exact: bool = False) -> tuple[ExpertLayer, ExpertLayer]:
+    """A layer with its weights in fp8, and one with the weights that these stand for, in the type of the layer's.
+
+    `exact`: whether scales are powers of two, with which every type of 16 bits holds the products.
+    """
+    fp8, wide = replace(layer), replace(layer)
+    for name in ("gate_up", "down"):
+        weights = [quantize_fp8(weight, form) for weight in getattr(layer, name)]
+        if exact:
+            weights = [Fp8Weight(values, scales.log2().round().exp2()) for values, scales in weights]
+        setattr(wide, name, [weight.dequantize().to(layer.router.dtype) for weight in weights])
+        setattr(fp8, name, [weight.values for weight in weights])
+        setattr(fp8, f"{name}_scales", [weight.scales for weight in weights])
+    return fp8, wide
 
 
 def draw_layer(

@@ -39,6 +39,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = (
     | compiled_others.CASES
     | compiled_dependent.CASES
     | compiled_experts.CASES
+    | compiled_experts.FP8_CASES
     | compiled_hopper.CASES
     | compiled_lora.CASES
 )

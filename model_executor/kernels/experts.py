@@ -11,6 +11,10 @@ So a model is loaded and updated in place as any other, and no weight is stacked
 The grid has a program for each tile that may exist, so that it depends on shapes only. Those of tiles that do not exist
 return at once.
 
+Weights of fp8 (float8_e4m3fn) stay so in memory. A tile of them is widened to float32, multiplied by its scales and
+rounded to the type of the activations. So the products are those of weights that a CPU widens at load. Activations are
+not rounded to fp8, as those of linear layers are (fp8_linear.py): the products take the time of 16 bits.
+
 A row has the same bits in every batch. The number of tokens decides only the height of a tile, 64 or 128. Its width and
 its instruction stay, and in the tile of 128 rows, each of two groups of warps does what the tile of 64 rows does. One
 row takes as many products as 64. They cost no time: few rows take as long as reading the weights.
@@ -31,7 +35,8 @@ import triton.language as tl
 from ...srt.model_files.experts_config import ClampedGate
 from .bound import bound
 from .expert_choice import ExpertPairs, choose_experts, choose_experts_ref
-from .primitives import dot, has_dense_rows, is_interpreted
+from .fp8_layout import FP8_BLOCK
+from .primitives import KV_FP8_SOFT, decode_kv, dot, has_dense_rows, is_interpreted, kv_format
 from .tuning import INTERPRETER, arch_of, cdiv
 
 ALIGNMENT = 16
@@ -55,38 +60,63 @@ _TILES = {2: _Tile(64, 128, 128, 64, (4, 3)), 4: _Tile(32, 32, 32, 32, (2, 2))}
 """By the bytes of a number. Tiles in flight take 96 KB: less than a block may have on sm_89, and less than half of what
 sm_90 has. float32 has no matrix units on NVIDIA, so its operands are in registers."""
 _INTERPRETED_TILE = _Tile(16, 32, 32, 32, (1, 1))
+_SOFT_COLUMNS = 64
+"""Most columns of a tile of fp8 weights that are decoded with shifts: wider ones spill registers."""
+
+
+class WeightTable(NamedTuple):
+    """A weight of each expert of a layer."""
+
+    weights: torch.Tensor
+    """int64 [experts], addresses of weights [n, k]"""
+    n: int
+    k: int
+    dtype: torch.dtype
+    """of the weights"""
+    biases: torch.Tensor | None
+    """int64 [experts], addresses of biases [n]; None: there are none"""
+    scales: torch.Tensor | None
+    """int64 [experts], addresses of scales, float32 [ceil(k / scaled), n]; None: weights are not fp8"""
+    scaled: int
+    """numbers of a row that share a scale"""
 
 
 class ExpertWeightTables(NamedTuple):
     """The weights of all experts of a layer."""
 
-    gate_up: torch.Tensor
-    """int64 [experts], addresses of weights [2 * inter, hidden], the gate's rows first"""
-    down: torch.Tensor
-    """int64 [experts], addresses of weights [hidden, inter]"""
-    hidden: int
-    inter: int
-    dtype: torch.dtype
-    gate_up_bias: torch.Tensor | None = None
-    """int64 [experts], addresses of biases [2 * inter]; None: there are none"""
-    down_bias: torch.Tensor | None = None
-    """int64 [experts], addresses of biases [hidden]; None: there are none"""
+    gate_up: WeightTable
+    """of weights [2 * inter, hidden], the gate's rows first"""
+    down: WeightTable
+    """of weights [hidden, inter]"""
+
+
+@triton.jit
+def _load_weight(weights, scales, mask, in_columns, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Load a tile of a weight in the type of the activations. FORMAT: as that of fp8 KV; 0: it is stored in dtype."""
+    if FORMAT:
+        scale = tl.load(scales, mask=in_columns, other=0.0)  # before the weight: after it, some compilers spill
+        weight = decode_kv(tl.load(weights, mask=mask, other=0), FORMAT, tl.float32)
+        weight = (weight * scale[:, None]).to(dtype)
+    else:
+        weight = tl.load(weights, mask=mask, other=0.0)
+    return weight
 
 
 @bound
 @triton.jit
 def _expert_product_kernel(
-    x_ptr, table_ptr, biases_ptr, order_ptr, tiles_ptr, num_tiles_ptr, out_ptr, stride_x, N: tl.constexpr,
+    x_ptr, table_ptr, scales_ptr, biases_ptr, order_ptr, tiles_ptr, num_tiles_ptr, out_ptr, stride_x, N: tl.constexpr,
     K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ALIGNMENT: tl.constexpr, WIDEN: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNMENT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     # Programs of the same tile run together, so they share its rows in the cache.
     tile = tl.program_id(1)
     if tile >= tl.load(num_tiles_ptr):
         return
     record = tiles_ptr + tile * 3
-    address = tl.load(table_ptr + tl.load(record)).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    address = tl.load(table_ptr + tl.load(record)).to(tl.pointer_type(tl.uint8 if FORMAT else dtype))
     place = tl.load(record + 1) + tl.arange(0, BLOCK_M)
     in_rows = place < tl.load(record + 2)
     pair = tl.load(order_ptr + place, mask=in_rows, other=0)
@@ -96,10 +126,13 @@ def _expert_product_kernel(
     row = pair // TOP_K if GATED else pair
     rows = x_ptr + row.to(tl.int64)[:, None] * stride_x
     weights = tl.multiple_of(address, ALIGNMENT) + column.to(tl.int64)[:, None] * K
+    scales = scales_ptr
+    if FORMAT:
+        scales = tl.load(scales_ptr + tl.load(record)).to(tl.pointer_type(tl.float32)) + column
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if BIASED:  # before the loop, which has no register left for its address
-        biases = tl.load(biases_ptr + tl.load(record)).to(tl.pointer_type(x_ptr.dtype.element_ty)) + column
+        biases = tl.load(biases_ptr + tl.load(record)).to(tl.pointer_type(dtype)) + column
         bias = tl.load(biases, mask=in_columns, other=0.0).to(tl.float32)
         total = tl.broadcast_to(bias[None, :], [BLOCK_M, BLOCK_N])
         if GATED:
@@ -111,10 +144,11 @@ def _expert_product_kernel(
         if K % BLOCK_K:
             row_mask, weight_mask = row_mask & (k < K)[None, :], weight_mask & (k < K)[None, :]
         x = tl.load(rows + k[None, :], mask=row_mask, other=0.0)
-        weight = tl.load(weights + k[None, :], mask=weight_mask, other=0.0)
+        of_block = scales + start // SCALED * (2 * N if GATED else N)  # of which BLOCK_K is a part
+        weight = _load_weight(weights + k[None, :], of_block, weight_mask, in_columns, FORMAT, dtype)
         total = dot(x, tl.trans(weight), total, WIDEN)
         if GATED:
-            up = tl.load(weights + N * K + k[None, :], mask=weight_mask, other=0.0)
+            up = _load_weight(weights + N * K + k[None, :], of_block + N, weight_mask, in_columns, FORMAT, dtype)
             total_up = dot(x, tl.trans(up), total_up, WIDEN)
     if GATED:
         if CLAMPED:  # by comparisons, because a NaN stays one
@@ -145,28 +179,44 @@ def expert_weight_tables(
     down: Sequence[torch.Tensor],
     gate_up_bias: Sequence[torch.Tensor] = (),
     down_bias: Sequence[torch.Tensor] = (),
+    gate_up_scales: Sequence[torch.Tensor] = (),
+    down_scales: Sequence[torch.Tensor] = (),
 ) -> ExpertWeightTables:
     """The tables of the addresses of weights. The caller keeps the tensors, and writes new weights in their place.
 
     gate_up: of each expert, [2 * inter, hidden]. down: [hidden, inter]. gate_up_bias: [2 * inter]. down_bias: [hidden].
-    Either all experts have biases or none. All contiguous, of one type and device.
+    Either all experts have biases or none. gate_up_scales, down_scales: of weights [n, k] of float8_e4m3fn, float32
+    [1, n] or [ceil(k / FP8_BLOCK), n]. All are contiguous and on one device. Weights have one type. Biases have it too,
+    or with float8_e4m3fn the type of the activations.
     """
-    (double, hidden), like = gate_up[0].shape, gate_up[0]
-    assert len(gate_up) == len(down) and double % 2 == 0
-    assert len(gate_up_bias) == len(down_bias) and len(down_bias) in (0, len(down))
-    for weights, shape in (
-        (gate_up, (double, hidden)), (down, (hidden, double // 2)), (gate_up_bias, (double,)), (down_bias, (hidden,)),
-    ):  # fmt: skip
-        for weight in weights:
-            assert weight.shape == shape and weight.dtype == like.dtype and weight.device == like.device
+    tables = _table(gate_up, gate_up_bias, gate_up_scales), _table(down, down_bias, down_scales)
+    of_gate_up, of_down = tables
+    assert len(gate_up) == len(down) and of_gate_up.dtype == of_down.dtype
+    assert (of_gate_up.n, of_gate_up.k) == (2 * of_down.k, of_down.n) and len(gate_up_bias) == len(down_bias)
+    return ExpertWeightTables(*tables)
+
+
+def _table(
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+) -> WeightTable:
+    (n, k), like = weights[0].shape, weights[0]
+    is_fp8 = like.dtype == torch.float8_e4m3fn
+    scaled = FP8_BLOCK if scales and len(scales[0]) > 1 else k
+    of_biases = biases[0].dtype if is_fp8 and biases else like.dtype
+
+    def addresses(tensors: Sequence[torch.Tensor], dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        assert len(tensors) == len(weights)
+        for x in tensors:
+            assert x.shape == shape and x.dtype == dtype and x.device == like.device and x.is_contiguous()
             # A device allocates each weight. Weights of a CPU may begin anywhere in a file, and are only interpreted.
-            assert weight.is_contiguous() and (like.device.type == "cpu" or weight.data_ptr() % ALIGNMENT == 0)
+            assert like.device.type == "cpu" or x.data_ptr() % ALIGNMENT == 0
+        return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64, device=like.device)
 
-    def table(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.tensor([weight.data_ptr() for weight in weights], dtype=torch.int64, device=like.device)
-
-    biases = (table(gate_up_bias), table(down_bias)) if down_bias else (None, None)
-    return ExpertWeightTables(table(gate_up), table(down), hidden, double // 2, like.dtype, *biases)
+    return WeightTable(
+        addresses(weights, like.dtype, n, k), n, k, like.dtype,
+        addresses(biases, of_biases, n) if biases else None,
+        addresses(scales, torch.float32, cdiv(k, scaled), n) if is_fp8 else None, scaled,
+    )  # fmt: skip
 
 
 def high_tile_from(dtype: torch.dtype, num_experts: int, top_k: int, device: torch.device) -> int:
@@ -191,11 +241,12 @@ def experts_forward(
     computes is rounded to x's type, as the output of any linear layer.
 
     x: [T, hidden], last dimension contiguous. router: [experts, hidden], contiguous. router_bias: [experts]. All of the
-    weights' type. gate: the activation; None: silu(gate) * up.
+    weights' type, or of any if the weights are float8_e4m3fn. gate: the activation; None: silu(gate) * up.
     """
-    num_rows, num_experts = len(x), len(router)
-    assert x.shape[1] == weights.hidden and x.dtype == weights.dtype and num_experts == len(weights.down)
-    out = torch.empty((num_rows, weights.hidden), dtype=x.dtype, device=x.device)
+    (num_rows, hidden), num_experts = x.shape, len(router)
+    gate_up, down = weights
+    assert hidden == down.n and num_experts == len(down.weights) and down.dtype in (x.dtype, torch.float8_e4m3fn)
+    out = torch.empty((num_rows, hidden), dtype=x.dtype, device=x.device)
     if not num_rows:
         return out
     tile = _tile(x.dtype, x.device)
@@ -203,36 +254,38 @@ def experts_forward(
     pairs = choose_experts(
         x, router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low, bias=router_bias
     )
-    gated = _product(x, weights.gate_up, weights.gate_up_bias, pairs, weights.inter, tile, gated=True, gate=gate)
-    computed = _product(gated, weights.down, weights.down_bias, pairs, weights.hidden, tile, gated=False)
-    _expert_sum_kernel[(num_rows, cdiv(weights.hidden, _SUM_BLOCK))](
-        computed, pairs.weights, out, WIDTH=weights.hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
+    gated = _product(x, gate_up, pairs, tile, gated=True, gate=gate)
+    computed = _product(gated, down, pairs, tile, gated=False)
+    _expert_sum_kernel[(num_rows, cdiv(hidden, _SUM_BLOCK))](
+        computed, pairs.weights, out, WIDTH=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
     )
     return out
 
 
 def _product(
     x: torch.Tensor,
-    table: torch.Tensor,
-    biases: torch.Tensor | None,
+    table: WeightTable,
     pairs: ExpertPairs,
-    num_out: int,
     tile: _Tile,
     *,
     gated: bool,
     gate: ClampedGate | None = None,
 ) -> torch.Tensor:
-    """The product of each pair with its expert's weight: [pairs, num_out]."""
+    """The product of each pair with its expert's weight: [pairs, outputs]."""
     assert has_dense_rows(x)
     num_pairs, top_k = pairs.experts.numel(), pairs.experts.shape[1]
+    num_out = table.n // 2 if gated else table.n
     out = torch.empty((num_pairs, num_out), dtype=x.dtype, device=x.device)
-    width = tile.columns // 2 if gated else tile.columns
+    weight_format = kv_format(table.dtype, arch_of(x.device))
+    columns = min(tile.columns, _SOFT_COLUMNS) if weight_format == KV_FP8_SOFT.value else tile.columns
+    width = columns // 2 if gated else columns
     is_high = pairs.tile_rows > tile.low
+    scales, biases = (table.weights if of_all is None else of_all for of_all in (table.scales, table.biases))
     _expert_product_kernel[(cdiv(num_out, width), len(pairs.tiles))](
-        x, table, table if biases is None else biases, pairs.order, pairs.tiles, pairs.num_tiles, out, x.stride(0),
-        N=num_out, K=x.shape[1], TOP_K=top_k, GATED=gated, BIASED=biases is not None,
-        CLAMPED=gate is not None, ALPHA=gate.alpha if gate else 0.0, LIMIT=gate.limit if gate else 0.0,
-        BLOCK_M=pairs.tile_rows, BLOCK_N=width, BLOCK_K=tile.block_k, ALIGNMENT=ALIGNMENT,
+        x, table.weights, scales, biases, pairs.order, pairs.tiles, pairs.num_tiles, out, x.stride(0), N=num_out,
+        K=table.k, TOP_K=top_k, GATED=gated, BIASED=table.biases is not None, CLAMPED=gate is not None,
+        ALPHA=gate.alpha if gate else 0.0, LIMIT=gate.limit if gate else 0.0, FORMAT=weight_format,
+        SCALED=table.scaled, BLOCK_M=pairs.tile_rows, BLOCK_N=width, BLOCK_K=tile.block_k, ALIGNMENT=ALIGNMENT,
         WIDEN=is_interpreted(_expert_product_kernel) and x.dtype == torch.bfloat16, num_warps=8 if is_high else 4,
         num_stages=_stages(tile, x.device)[is_high],
     )  # fmt: skip

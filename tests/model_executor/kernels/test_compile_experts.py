@@ -8,7 +8,14 @@ from functools import cache
 
 import pytest
 import torch
-from compiled_experts import TOKENS, assert_multiplies_grouped_rows, expert_launches
+from compiled_experts import (
+    TOKENS,
+    assert_multiplies_grouped_rows,
+    assert_widens_fp8,
+    expert_launches,
+    fp8_launches,
+)
+from some_cases import crossed
 from triton_aot import Launch, Resources, assert_fits, compile_launch, what_is_compiled
 
 _ARITHMETIC = re.compile(r"\b((?:wgmma\.mma_async|mma|fma|mul|add)\.\S*f(?:32|16)\S*)")
@@ -22,6 +29,12 @@ MANY_LAUNCHES = [
 def compiled(tokens: str, arch: str, model: str = "qwen3-30b") -> list[Resources]:
     """The kernels of a layer, in the order of the launches."""
     return [compile_launch(launch, arch) for launch in expert_launches(model, tokens, arch)]
+
+
+@cache
+def fp8_compiled(tokens: str, arch: str) -> list[Resources]:
+    """The two products with fp8 weights."""
+    return [compile_launch(launch, arch) for launch in fp8_launches("qwen3-30b", tokens, arch)]
 
 
 def products(model: str, tokens: str, dtype: torch.dtype) -> list[Launch]:
@@ -61,6 +74,26 @@ def test_products_of_float16_with_large_experts_compile_and_fit() -> None:
         resources = compile_launch(launch, "sm_90")
         assert_fits(resources, "sm_90")
         assert_multiplies_grouped_rows(resources)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "arch"), [("few", "sm_90"), ("many", "sm_90"), *crossed(["many", "few"], ["gfx942", "sm_80"], each=1)]
+)
+def test_products_with_fp8_weights_compile_and_fit(tokens: str, arch: str) -> None:
+    for resources in fp8_compiled(tokens, arch):
+        assert_fits(resources, arch)
+        assert ("e4m3" in resources.assembly) == (arch == "sm_90")
+        if arch == "sm_90":
+            assert_widens_fp8(resources)
+
+
+def test_both_tiles_multiply_widened_weights_with_the_same_instructions() -> None:
+    """They widen as many weights with more threads, so the counts of `mul` differ."""
+    for low, high in zip(fp8_compiled("few", "sm_90"), fp8_compiled("many", "sm_90"), strict=True):
+        counts = [Counter(_ARITHMETIC.findall(resources.assembly)) for resources in (low, high)]
+        widened = counts[0].pop("mul.f32") - counts[1].pop("mul.f32")
+        assert widened == 64 * 128 // low.threads - 64 * 128 // high.threads
+        assert counts[0] == counts[1] and any(name.startswith("wgmma") for name in counts[0])
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b", "gpt-oss-20b"])

@@ -6,6 +6,7 @@ one of them overlaps, another may serialise. So the machine code is read, not th
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import ModuleType
 
 import compiled_attention
@@ -24,9 +25,14 @@ from tritons import WITH_OTHERS, compiled_with
 pytestmark = pytest.mark.timeout(1500)  # the first test of a Triton compiles all of its cases
 
 
+def with_tritons(cases: Collection[str]) -> list[tuple[str, str]]:
+    """Cases with the Tritons that compile them."""
+    return [(case, version) for case, version in WITH_OTHERS if case in cases]
+
+
 def of(module: ModuleType) -> list[tuple[str, str]]:
-    """The cases of a module, with the Tritons that compile them."""
-    return [(case, version) for case, version in WITH_OTHERS if case in module.CASES]
+    """Those of a module."""
+    return with_tritons(module.CASES)
 
 
 @pytest.mark.parametrize(("case", "version"), of(compiled_attention))
@@ -51,6 +57,13 @@ def test_products_of_grouped_rows_are_asynchronous(case: str, version: str) -> N
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_experts.assert_multiplies_grouped_rows(resources)
+
+
+@pytest.mark.parametrize(("case", "version"), with_tritons(compiled_experts.FP8_CASES))
+def test_products_with_fp8_experts_are_asynchronous(case: str, version: str) -> None:
+    for resources in compiled_with(version)[case]:
+        assert_fits(resources, "sm_90")
+        compiled_experts.assert_widens_fp8(resources)
 
 
 @pytest.mark.parametrize(("case", "version"), of(compiled_others))

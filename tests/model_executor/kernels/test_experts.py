@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_layers import GATE, ExpertLayer, draw_layer, draw_rows
+from expert_layers import GATE, ExpertLayer, draw_layer, draw_rows, fp8_pair
 from fused_cases import same_bits
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -110,6 +110,29 @@ def test_is_the_twin_in_float64(
         assert layer.error(x) <= TOLERANCE[dtype]
 
 
+@settings(max_examples=examples(4), phases=[Phase.generate])
+@given(
+    seed=st.integers(0, 2**31), rows=st.integers(1, 12), hidden=st.integers(129, 150),
+    inter=st.sampled_from([20, 130]), dtype=DTYPES, form=st.sampled_from(["fp8", "fp8_block"]),
+    gate=st.sampled_from([None, GATE]),
+)  # fmt: skip
+def test_fp8_weights_give_the_bits_of_the_weights_that_they_stand_for(
+    seed: int,
+    rows: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype,
+    form: str,
+    gate: ClampedGate | None,
+) -> None:
+    layer = draw_layer(seed, 3, 2, hidden, inter, dtype, biased=gate is not None, gate=gate)
+    # The interpreter does not round to bfloat16 as torch does.
+    fp8, wide = fp8_pair(layer, form, exact=dtype == torch.bfloat16)
+    x = draw_rows(seed, rows, hidden, dtype)
+    with permuted_programs(seed), used_memory(seed):
+        assert same_bits(fp8.run(x), wide.run(x))
+
+
 def small(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[ExpertLayer, int]:
     """A layer, and the fewest tokens of a step with the higher tile."""
     layer = draw_layer(1, 4, 3, 40, 20, dtype, **options)
@@ -165,10 +188,13 @@ def test_all_tokens_may_have_one_expert(rows: int) -> None:
     assert layer.error(x) <= TOLERANCE[torch.float32]
 
 
-def test_new_weights_are_read_where_the_old_ones_were() -> None:
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_new_weights_are_read_where_the_old_ones_were(is_fp8: bool) -> None:
     layer, _ = small(torch.float32, biased=True)
     x, new = draw_rows(6, 5, 40, torch.float32), draw_layer(7, 4, 3, 40, 20, torch.float32, biased=True)
-    lists = [(x.gate_up, x.down, x.gate_up_bias, x.down_bias) for x in (layer, new)]
+    if is_fp8:
+        layer, new = (fp8_pair(drawn, "fp8")[0] for drawn in (layer, new))
+    lists = [(x.gate_up, x.down, x.gate_up_bias, x.down_bias, x.gate_up_scales, x.down_scales) for x in (layer, new)]
     tables = expert_weight_tables(*lists[0])
     for old, to in zip(*lists, strict=True):
         for one, other in zip(old, to, strict=True):
