@@ -131,7 +131,9 @@ class TritonExperts:
         self._config = config
         kept = [[x for x in tensors if x is not None] for tensors in zip(*experts, strict=True)]
         self._kept = kept  # the tables have only their addresses
-        self._tables = expert_weight_tables(*kept)
+        gate_up, down, gate_up_bias, down_bias = kept
+        (gate_up, gate_up_scales), (down, down_scales) = map(_values_and_scales, (gate_up, down))
+        self._tables = expert_weight_tables(gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         config = self._config
@@ -140,6 +142,13 @@ class TritonExperts:
             x, weight, self._tables, config.num_experts_per_token, normalized=config.normalized, router_bias=bias,
             gate=config.gate,
         )  # fmt: skip
+
+
+def _values_and_scales(weights: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of fp8 weights. Other weights have no scales."""
+    if not isinstance(weights[0], Fp8Weight):
+        return weights, []
+    return [weight.values for weight in weights], [weight.scales for weight in weights]
 
 
 class TritonLayers(TorchLayers):

@@ -23,6 +23,7 @@ from ..layers.fp8_weight import FP8_FORMS
 from ..layers.lora_layers import LoraSize
 from ..layers.onednn_layers import keeps_bits, part_shapes
 from ..models.family import family_of
+from ..models.parameters import is_expert
 from ..weights.loader import checkpoint_dtype, stored_forms, stored_fp8_forms, stored_matrix_dtype
 from ..weights.quantization import (
     BITS_PER_WEIGHT,
@@ -135,13 +136,13 @@ class RunnerSettings:
 
     @property
     def has_fp8_weights(self) -> bool:
-        """Whether linear layers multiply in fp8."""
+        """Whether weights are fp8, as only Triton layers have them."""
         return not FP8_FORMS.isdisjoint(self.weight_forms.values())
 
     @property
     def multiplied_dtype(self) -> torch.dtype:
-        """The type of the numbers that linear layers multiply."""
-        if self.has_fp8_weights:
+        """The type of the numbers that linear layers multiply, or that experts do, which have most of the weights."""
+        if self.has_fp8_weights and not any(map(is_expert, self.weight_forms)):
             return torch.float8_e4m3fn
         return torch.int8 if self.rounds_to_integers else self.dtype
 
@@ -248,16 +249,11 @@ def resolve_weights(
 
     Raises ValueError and OSError for a checkpoint that cannot be read, and ValueError for one that no layers compute.
     """
-    if config.experts is not None and backend == "triton":
-        if quantization == FP8 or isinstance(config.quantization, Fp8Config):
-            raise ValueError(
-                "with triton attention, a mixture of experts needs weights of 16 or 32 bits, but the weights are fp8: "
-                "use a checkpoint without fp8 and no --quantization, or --attention-backend torch"
-            )
-    elif isinstance(config.quantization, Fp8Config) and backend == "triton" and quantization in (None, FP8):
+    if isinstance(config.quantization, Fp8Config) and backend == "triton" and quantization in (None, FP8):
         return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
-        check_experts(config, dtype)
+        if quantization != FP8:
+            check_experts(config, dtype)
         rounded = quantized_forms(config, quantization)
         if chosen is None or config.tie_word_embeddings:
             return WeightTypes(dtype, rounded)

@@ -32,6 +32,7 @@ from ..models.parameters import (
     Shard,
     Split,
     check_shard,
+    is_expert,
 )
 from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
@@ -130,16 +131,26 @@ def stored_forms(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
 def stored_fp8_forms(config: ModelConfig) -> dict[str, str]:
     """The form of each linear layer whose matrices are all 8 bits wide in the checkpoint, by parameter.
 
-    Dummy weights have the forms that the config describes. Raises as `load_parameters` does.
+    Experts have a form only if all experts of their layer have it, because a kernel computes all of them. Dummy weights
+    have the forms that the config describes. Raises as `load_parameters` does.
     """
     assert isinstance(config.quantization, Fp8Config)
     if config.load_format == "dummy":
-        return _dummy_forms(config)
+        return _without_mixed_experts(_dummy_forms(config), config)
     form = fp8_form(config.quantization)
     parameters = [parameter for parameter in family_of(config).parameters(config) if is_linear(parameter)]
     checkpoint = _open(config)
     _refuse("missing", {part.name for parameter in parameters for part in parameter.parts} - checkpoint.names)
-    return {p.name: form for p in parameters if all(checkpoint.has_form(part.name, form) for part in p.parts)}
+    found = {p.name: form for p in parameters if all(checkpoint.has_form(part.name, form) for part in p.parts)}
+    return _without_mixed_experts(found, config)
+
+
+def _without_mixed_experts(forms: dict[str, str], config: ModelConfig) -> dict[str, str]:
+    """The forms without those of experts in whose layer an expert has none."""
+    experts = [p.name for p in family_of(config).parameters(config) if is_linear(p) and is_expert(p.name)]
+    layers = {name: name.partition(".experts.")[0] for name in experts}
+    mixed = {layer for name, layer in layers.items() if name not in forms}
+    return {name: form for name, form in forms.items() if layers.get(name) not in mixed}
 
 
 def _dummy_forms(config: ModelConfig) -> dict[str, str]:

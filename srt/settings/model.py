@@ -63,8 +63,8 @@ class ModelSettings:
         Literal["int8", "int4", "fp8"] | None,
         Setting(
             "8-bit or 4-bit weights, multiplied with 8-bit activations: int8 and int4 on a CPU, fp8 with "
-            "--attention-backend triton; default: as the file stores them if the device multiplies that form, else in "
-            "--dtype"
+            "--attention-backend triton, where experts multiply activations of --dtype; default: as the file stores "
+            "them if the device multiplies that form, else in --dtype"
         ),
     ] = None
     chat_template: Annotated[str | None, Setting("Jinja chat template: a file or the template itself")] = None
