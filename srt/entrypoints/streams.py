@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ..errors import EngineDead, InvalidRequest, ResumeOff
+from ..errors import EngineDead, InvalidRequest, ResumeOff, StreamChanged
 from .replay import Replay
 from .resumable import STREAM_HEADER
 from .routing import ROUTE, Server, decode
@@ -44,7 +44,15 @@ async def continue_stream(server: Server, request: Request, body: None) -> ASGIA
 
 
 async def _replay(server: Server, scope: Mapping[str, Any], body: bytes, replay: Replay) -> ASGIApp:
-    """Handles the request of a recorded stream again."""
+    """Handles the request of a recorded stream again. Raises StreamChanged if one of its adapters is not loaded now."""
+    find = server.manager.adapters.find
+    adapters = {prompt.options.adapter for prompt in replay.saved.request.prompts}
+    missing = sorted(repr(ref.name) for ref in adapters if ref is not None and ref != find(ref.name))
+    if missing:
+        raise StreamChanged(
+            f"the stream began with LoRA adapters that are not loaded or have changed ({', '.join(missing)}), and "
+            "cannot continue here"
+        )
     endpoint = server.recorded[replay.saved.request.path]
     request = Request({**scope, ROUTE: endpoint.path}, replay.receive)
     assert endpoint.body is not None

@@ -89,16 +89,31 @@ def test_the_end_of_a_sample_while_its_events_are_repeated(
 
 
 def test_a_stream_of_an_adapter_goes_on_only_with_the_same_files(tmp_path: Path) -> None:
-    """The scheduler refuses a request of files that it does not have, so the next server tells it those of before."""
     file, events = begun(tmp_path / "streams", fields={"model": "pirate"}, **WITH_PIRATE)
     name = events[-1][0]
-    site = make_site(file)
-    status, data = ask(site, name)
-    assert status == 404 and b"the model 'pirate' does not exist" in data and not site.scheduler.received
-    file = kill(site, file)
-    replaced = msgspec.structs.replace(PIRATE, fingerprint="f2")
-    site = make_site(file, **{**WITH_PIRATE, "adapters": [replaced]})
-    assert ask(site, name)[0] == 200
+    for adapters in ([], [msgspec.structs.replace(PIRATE, fingerprint="f2")]):
+        site = make_site(file, **{**WITH_PIRATE, "adapters": adapters})
+        status, data = ask(site, name)
+        assert status == 409 and b"not loaded or have changed ('pirate')" in data and not site.scheduler.received
+        file = kill(site, file)
+    site = make_site(file, **WITH_PIRATE)
+    assert ask(site, name)[0] == 200, "the mistake can be undone"
+    (request,) = site.scheduler.received
+    assert request.options.adapter == PIRATE.ref
+    kill(site, file)
+
+
+def test_a_restored_stream_does_not_go_on_with_other_files_of_its_adapter(tmp_path: Path) -> None:
+    """The scheduler refuses a request of files that it does not have, so it is told those of before."""
+    file, events = begun(tmp_path / "streams", fields={"model": "pirate"}, **WITH_PIRATE)
+    site = make_site(file, **WITH_PIRATE)
+
+    async def restore() -> None:
+        await Connection(site, "HEAD", "/v1/streams", last_event_id=events[-1][0].decode()).done
+
+    site.run(restore())
+    site.manager.adapters.use([msgspec.structs.replace(PIRATE, fingerprint="f2")])
+    assert ask(site, events[-1][0])[0] == 200
     (request,) = site.scheduler.received
     assert request.options.adapter == PIRATE.ref
     kill(site, file)
