@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import InvalidRequest, NotAllowed
+from ..plain_values import is_utf8
 
 _MAX_PATH_CHARS = 4096
 """Linux opens no longer path. Resolving one takes time for each folder in it, in which the server answers nobody."""
@@ -13,7 +14,8 @@ _MAX_PATH_CHARS = 4096
 def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:
     """The absolute path of `given`, which is relative to `folder` or absolute, with all symbolic links resolved.
 
-    Raises NotAllowed for a path outside `folder`, and InvalidRequest for a text that is no path. `flag`: the flag that
+    Raises NotAllowed for a path outside `folder`, and InvalidRequest for a text that is no path, and for a link to
+    a name that no message can have. `flag`: the flag that
     names the folder.
     """
     if len(given) > _MAX_PATH_CHARS:
@@ -25,4 +27,6 @@ def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:
         raise InvalidRequest(f"{param} is not a path", param=param) from None
     if not path.is_relative_to(root):
         raise NotAllowed(f"{param} must be inside the folder that {flag} names", param=param)
+    if not is_utf8(str(path)):
+        raise InvalidRequest(f"{param} must not lead to a path that is not valid UTF-8", param=param)
     return path

@@ -149,6 +149,11 @@ def test_a_client_loads_nothing_outside(lora: LoraSite, path: str, tmp_path_fact
     assert not lora.loads.asked
 
 
+def test_a_link_to_a_name_that_is_not_utf_8_is_refused(lora: LoraSite) -> None:
+    (lora.folder / "link").symlink_to(lora.folder / "\udcff")
+    assert "UTF-8" in lora.refused(LOAD, {"lora_name": "x", "lora_path": "link"})["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
