@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..model_executor.device.heap import trim_heap
+from ..srt.plain_values import as_utf8
 from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 from .kv_cache_manager import KVCacheManager
 from .request_queues import RequestQueues
@@ -59,8 +60,9 @@ class WeightUpdates:
         try:
             loaded = self._load(message)
         except (ValueError, OSError) as error:
-            logger.warning("The weights in %s were refused: %s", message.model_path, error)
-            return UpdateWeightsReply(message.call_id, refusal=str(error) or type(error).__name__)
+            reason = as_utf8(str(error) or type(error).__name__)  # a key in JSON may have what no message can have
+            logger.warning("The weights in %s were refused: %s", message.model_path, reason)
+            return UpdateWeightsReply(message.call_id, refusal=reason)
         except Exception:
             logger.exception("The weights in %s could not be loaded", message.model_path)
             return UpdateWeightsReply(message.call_id, failure="the new weights could not be loaded")

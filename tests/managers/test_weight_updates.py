@@ -15,6 +15,7 @@ from tercet.managers.weight_updates import LoadedWeights, WeightUpdates
 from tercet.srt.io_struct import TokenOut
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.pause_messages import ContinueReq, PauseReq
+from tercet.srt.plain_values import as_utf8
 from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
 PROMPT = list(range(1, 42))
@@ -140,6 +141,7 @@ def test_weights_do_not_change_under_requests_with_kv() -> None:
     [
         (ValueError("the tensor has shape 3"), True),
         (FileNotFoundError("no such file"), True),
+        (ValueError("the key \ud800"), True),
         (MemoryError("x"), False),
     ],
     ids=str,
@@ -152,7 +154,7 @@ def test_a_failure_keeps_weights_and_cache(error: Exception, is_refused: bool) -
     rig.run()
     pause(rig)
     reply = update(rig)
-    assert (reply.refusal == str(error)) == is_refused and (reply.failure is None) == is_refused
+    assert (reply.refusal == as_utf8(str(error))) == is_refused and (reply.failure is None) == is_refused
     assert "x" not in (reply.failure or "").split()
     assert rig.kv.cache.match_len(np.array(PROMPT, np.int32)) == 41
 
