@@ -51,6 +51,12 @@ class AbortReply(msgspec.Struct, frozen=True, tag="aborted"):
     found: bool
 
 
+class CaughtUp(msgspec.Struct, frozen=True, tag="caught_up"):
+    """The answer to a CatchUpCall."""
+
+    call_id: int
+
+
 class WorkerServes(msgspec.Struct, frozen=True, tag="serves"):
     """The worker has the first EngineNews, and takes requests."""
 
@@ -70,6 +76,7 @@ FromWorker = (
     | CheckGrammarReq
     | EndpointCall
     | AbortReply
+    | CaughtUp
     | WorkerServes
     | WorkerAlive
     | WorkerDrained
@@ -123,6 +130,12 @@ class AbortCall(msgspec.Struct, frozen=True, tag="abort_call"):
     name: str | None
 
 
+class CatchUpCall(msgspec.Struct, frozen=True, tag="catch_up"):
+    """Answer with CaughtUp. Then the worker knows the EngineNews that were sent before."""
+
+    call_id: int
+
+
 class ParentAlive(msgspec.Struct, frozen=True, tag="parent_alive"):
     """The parent's event loop turns. Sent about three times a second."""
 
@@ -133,4 +146,6 @@ class Recoveries(msgspec.Struct, frozen=True, tag="recoveries"):
     by_key: dict[str, int]
 
 
-ToWorker = BatchTextOut | Recoveries | EngineNews | EndpointReply | GrammarVerdict | AbortCall | ParentAlive
+ToWorker = (
+    BatchTextOut | Recoveries | EngineNews | EndpointReply | GrammarVerdict | AbortCall | CatchUpCall | ParentAlive
+)

@@ -34,6 +34,8 @@ from ..text.tokenizer import Tokenizer, tokenizer_of
 from ..worker_messages import (
     AbortCall,
     AbortReply,
+    CatchUpCall,
+    CaughtUp,
     EndpointCall,
     EndpointReply,
     EngineNews,
@@ -211,6 +213,8 @@ class HttpWorker:
             raise TercetError("a message came before the first news of the engine")
         elif isinstance(message, AbortCall):
             self._parent.send(AbortReply(message.call_id, self._manager.abort_by_name(message.name)))
+        elif isinstance(message, CatchUpCall):
+            self._parent.send(CaughtUp(message.call_id))
         elif isinstance(message, Recoveries):
             self._manager.hear_of_recoveries(message.by_key)
         else:

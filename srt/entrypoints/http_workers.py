@@ -41,6 +41,8 @@ _NEWS_S = 0.1
 """Time between two checks for changes of the engine's state that came with no output."""
 _ALIVE_S = 0.25
 """Least time between two heartbeats to each worker. They are sent at one of the checks above."""
+_CHANGES = frozenset({"/load_lora_adapter", "/unload_lora_adapter", "/update_weights_from_disk"})
+"""The next request of the client may need the change, and may go to any worker."""
 
 
 class HttpWorkers:
@@ -78,7 +80,7 @@ class HttpWorkers:
             if worker.child.ended.done():
                 raise EngineDead(worker.child.ended.result())
         server = make_server(manager)
-        endpoints = ParentEndpoints(server, [_with_aborts(one, self) for one in ENDPOINTS if one.path in WHOLE_SERVER])
+        endpoints = ParentEndpoints(server, [_with_workers(one, self) for one in ENDPOINTS if one.path in WHOLE_SERVER])
         self._engine = ServedEngine(manager, server, endpoints)
         for worker in self._workers:
             worker.open(self._engine, self.tell_news)
@@ -113,6 +115,11 @@ class HttpWorkers:
         if None in found:
             raise EngineDead("an HTTP worker does not answer; it will abort such a request when it runs again")
         return False
+
+    async def spread_news(self) -> None:
+        """Returns when every worker that answers knows the state of the engine."""
+        self.tell_news()
+        await asyncio.gather(*(worker.catch_up() for worker in self._workers))
 
     async def stop(self) -> None:
         """Ends the workers. Responses under way have two seconds to end. A second call does nothing."""
@@ -248,13 +255,18 @@ class HttpWorkers:
         worker.sender.send(self._news)
 
 
-def _with_aborts(endpoint: Endpoint, workers: HttpWorkers) -> Endpoint:
-    """/abort_request asks all workers: they know the names of requests. All other endpoints are as they are."""
-    if endpoint.path != "/abort_request":
-        return endpoint
+def _with_workers(endpoint: Endpoint, workers: HttpWorkers) -> Endpoint:
+    """/abort_request asks all workers, which know the names of requests. Changes are answered when all know of them."""
 
     async def abort_request(server: Server, request: Request, body: AbortBody) -> ASGIApp:
         check_abort(body)
         return json_response(AbortAnswer(await workers.abort(body.rid)))
 
-    return dataclasses.replace(endpoint, handler=abort_request)
+    async def change(server: Server, request: Request, body: Any) -> ASGIApp:
+        response = await endpoint.handler(server, request, body)
+        await workers.spread_news()
+        return response
+
+    if endpoint.path == "/abort_request":
+        return dataclasses.replace(endpoint, handler=abort_request)
+    return dataclasses.replace(endpoint, handler=change) if endpoint.path in _CHANGES else endpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -22,6 +23,8 @@ from ..ipc import AsyncReceiver, RunDir, Sender
 from ..worker_messages import (
     AbortCall,
     AbortReply,
+    CatchUpCall,
+    CaughtUp,
     EndpointCall,
     EngineNews,
     FromWorker,
@@ -39,8 +42,8 @@ from .watchdog import HangDetector, Verdict, report_hang
 
 logger = logging.getLogger(__name__)
 
-ABORT_TIMEOUT_S = 1.0
-"""How long a worker may take to answer whether it has a request."""
+ANSWER_TIMEOUT_S = 1.0
+"""How long a worker may take to answer whether it has a request, or that it knows the news."""
 
 
 class ServedEngine:
@@ -129,13 +132,20 @@ class Worker:
         if not self.is_open:
             return False
         try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 reply = await self._calls.ask(self.sender, lambda number: AbortCall(number, name), AbortReply)
         except TimeoutError:
             return None
         except EngineDead:
             return False
         return reply.found
+
+    async def catch_up(self) -> None:
+        """Returns when the worker knows all news. Does not wait for one that dies or does not answer."""
+        if self.is_open:
+            with contextlib.suppress(TimeoutError, EngineDead):
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await self._calls.ask(self.sender, CatchUpCall, CaughtUp)
 
     def close(self) -> int:
         """Ends its samples, and drops all messages. Returns the number of samples."""
@@ -169,7 +179,7 @@ class Worker:
             self._run(self._answer(engine, message))
         elif isinstance(message, CheckGrammarReq):
             self._run(self._check(engine.manager, message))
-        elif isinstance(message, AbortReply):
+        elif isinstance(message, AbortReply | CaughtUp):
             self._calls.on_reply(message)
         elif isinstance(message, WorkerServes):
             self.serves.set_result(None)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
+from fake_adapters import PIRATE
 from fake_http import FakeScheduler, make_manager, text_of
 
 from tercet.managers.tokenizer_manager import TokenizerManager
@@ -169,6 +170,17 @@ def test_the_parent_judges_grammars(run: Any) -> None:
         lost = await rig.generate(sampling_params={"regex": "lost", "max_new_tokens": 1})
         assert lost.status_code == 500 and lost.json()["error"]["message"] == "the grammar could not be checked"
         assert rig.judge.asked == ["a", "bad", "dead", "dead", "lost"]
+
+    run(work)
+
+
+def test_a_worker_that_has_caught_up_knows_the_news(run: Any) -> None:
+    async def work(rig: Rig) -> None:
+        rig.manager.adapters.use([PIRATE])
+        assert rig.parent._engine is not None
+        rig.parent.sender.send(rig.parent._engine.news())
+        await rig.parent.catch_up()
+        assert [one["id"] for one in (await rig.client.get("/v1/models")).json()["data"]] == ["tiny", "pirate"]
 
     run(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from patience import PATIENCE_S
 
 from tercet.srt.entrypoints import http_workers, worker_link
 from tercet.srt.entrypoints.forwarded import ParentEndpoints
-from tercet.srt.entrypoints.http_server import make_server
+from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
 from tercet.srt.entrypoints.http_workers import HttpWorkers
 from tercet.srt.entrypoints.watchdog import HangDetector
 from tercet.srt.entrypoints.worker_link import ServedEngine, Worker
@@ -98,7 +99,7 @@ def test_an_abort_does_not_wait_for_a_stopped_worker(
             return has_other
 
     async def scenario() -> None:
-        monkeypatch.setattr(worker_link, "ABORT_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(worker_link, "ANSWER_TIMEOUT_S", 0.01)
         monkeypatch.setattr(http_workers, "ChildProcess", StoppedChild)
         workers = HttpWorkers(ServerArgs(model_path="m", tokenizer_worker_num=2), [], "m")
         with silent_worker(tmp_path) as worker:
@@ -112,5 +113,39 @@ def test_an_abort_does_not_wait_for_a_stopped_worker(
                     await aborted
             workers._engine, workers._workers = None, []
             await workers.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/load_lora_adapter", "/update_weights_from_disk"])
+def test_a_change_is_answered_when_each_worker_that_answers_knows_of_it(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    class Other:
+        is_open = False
+
+        async def catch_up(self) -> None:
+            await asyncio.sleep(0.001)
+            done.append("known")
+
+    async def change(server: Any, request: Any, body: Any) -> str:
+        done.append("changed")
+        return "response"
+
+    async def scenario() -> None:
+        monkeypatch.setattr(worker_link, "ANSWER_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(http_workers, "ChildProcess", StoppedChild)
+        workers = HttpWorkers(ServerArgs(model_path="m", tokenizer_worker_num=2), [], "m")
+        (endpoint,) = (dataclasses.replace(one, handler=change) for one in ENDPOINTS if one.path == path)
+        with silent_worker(tmp_path) as worker:
+            workers._engine = worker._engine
+            workers._workers = [worker, Other()]  # type: ignore[list-item]
+            handler: Any = http_workers._with_workers(endpoint, workers).handler
+            response = await asyncio.wait_for(handler(None, None, None), PATIENCE_S)
+            workers._engine, workers._workers = None, []
+            await workers.stop()
+        assert response == "response" and done == ["changed", "known"]
 
     asyncio.run(scenario())
