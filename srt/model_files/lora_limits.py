@@ -19,8 +19,15 @@ def with_lora_limits(args: ServerArgs) -> ServerArgs:
     """
     if not args.enable_lora:
         return args
-    paths = args.adapter_paths.values()
+    paths = args.adapter_paths
     rank = args.max_lora_rank
     if rank is None:
-        rank = max((read_lora_config(path).rank for path in paths), default=DEFAULT_RANK)
+        rank = max((_rank_of(name, path) for name, path in paths.items()), default=DEFAULT_RANK)
     return dataclasses.replace(args, max_loras=args.max_loras or max(len(paths), LEAST_SLOTS), max_lora_rank=rank)
+
+
+def _rank_of(name: str, path: str) -> int:
+    try:
+        return read_lora_config(path).rank
+    except ValueError as error:
+        raise ValueError(f"--lora-paths: {name!r} cannot be used: {error}") from error
