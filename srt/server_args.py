@@ -123,6 +123,8 @@ def _allowed(name: str) -> str:
     for part in get_args(base) if isinstance(base, UnionType) or get_origin(base) is Union else (base,):
         if get_origin(part) is Literal:
             allowed += map(str, get_args(part))
+        elif get_origin(part) is list:
+            allowed.append(f"list of {get_args(part)[0].__name__}")
         else:
             allowed.append({NoneType: "null", bool: "true or false"}.get(part) or str(getattr(part, "__name__", part)))
     return allowed[0] if len(allowed) == 1 else f"{', '.join(allowed[:-1])} or {allowed[-1]}"
