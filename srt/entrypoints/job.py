@@ -120,10 +120,7 @@ class Job:
 
 
 def check_request_size(prompts: Sequence[Prompt]) -> None:
-    """Raises InvalidRequest for too many prompts or samples."""
-    if len(prompts) > MAX_PROMPTS:
-        field = prompts[0].param.partition("[")[0]
-        raise InvalidRequest(f"a request must have at most {MAX_PROMPTS} prompts, got {len(prompts)}", param=field)
+    """Raises InvalidRequest for too many samples. The handler has checked the number of prompts before."""
     num_samples = sum(prompt.options.sampling.n for prompt in prompts)
     if num_samples > MAX_SAMPLES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_SAMPLES}, got {num_samples}", param="n")
