@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from tier_asks import settle_copies
 
 from fakes import expected_output
 from tercet.managers.idle_audit import QUIET_S
+from tercet.managers.weight_updates import LoadedWeights
 from tercet.mem_cache import allocator as allocator_module
 from tercet.mem_cache import radix_audit
 from tercet.srt.io_struct import FlushCacheReq, RetainReq, StateReq, pack_ids
+from tercet.srt.pause_messages import PauseReq
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.weight_messages import UpdateWeightsReq, WeightFacts
 
 PROMPT = list(range(40))
 
@@ -137,14 +141,19 @@ def test_a_question_about_the_state_does_not_end_the_audit() -> None:
 
 
 @pytest.mark.usefixtures("short_slices")
-def test_a_flush_ends_the_audit() -> None:
-    rig, slices = idle_rig()
+@pytest.mark.parametrize(
+    "messages", [[FlushCacheReq(1)], [PauseReq(1, retract=False), UpdateWeightsReq(2, "/w", "auto", "2")]], ids=len
+)
+def test_a_flush_ends_the_audit(messages: list[Any]) -> None:
+    """Other weights flush the cache, too."""
+    rig, slices = idle_rig(load_weights=lambda message: LoadedWeights(b"2", WeightFacts("bfloat16", 7)))
     rig.turn()
     rig.clock.now += QUIET_S
     for _ in range(4):
         rig.turn()
-    rig.inbox.messages.append(FlushCacheReq(1))
-    rig.turn()
+    for message in messages:
+        rig.inbox.messages.append(message)
+        rig.turn()
     pass_quiet(rig)
     assert (slices.num_begun, slices.num_ended) == (2, 1)
     assert rig.scheduler.state().num_kv_repairs == 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.recovery import Blame, Recovery
 from tercet.srt.errors import EngineDead, EngineRestarting, FatalRequest, QueueFull
-from tercet.srt.io_struct import AbortFinish, BatchTextOut, Counts, LengthFinish, TextOut, TokenOut
+from tercet.srt.io_struct import AbortFinish, BatchTextOut, Counts, FlushCacheReply, LengthFinish, TextOut, TokenOut
 
 
 @scenario
@@ -264,6 +264,19 @@ async def test_calls_in_flight_fail_by_name_and_the_last_state_is_told(engine: E
     with pytest.raises(EngineRestarting):
         await flush
     assert (await state).state == (await manager.scheduler_state(5)).state
+
+
+@scenario
+async def test_a_call_that_is_given_up_as_the_engine_dies_does_not_stop_the_restart(engine: Engine) -> None:
+    engine.scheduler.dead = True
+    call = asyncio.create_task(engine.manager.flush_cache())
+    await asyncio.sleep(0)
+    call.cancel()  # what it waits for is over now, and the task ends in the next turn of the loop
+    engine.manager.on_message(FlushCacheReply(1, 0))
+    engine.die(None)
+    engine.restart()
+    with pytest.raises(asyncio.CancelledError):
+        await call
 
 
 @scenario

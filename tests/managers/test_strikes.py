@@ -12,7 +12,7 @@ import pytest
 from fake_http import text_of
 from gated_engine import Engine, options, scenario
 
-from tercet.managers import strikes
+from tercet.managers import recovery, strikes
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.recovery import TRIALS_S, Blame
 from tercet.managers.strikes import Strikes
@@ -134,6 +134,21 @@ async def test_stopped_samples_do_not_pile_up(engine: Engine) -> None:
     engine.manager.on_message(BrokenMessage([never.key], "broken"))
     assert never.is_over
     assert not engine.manager.recovery._stopped
+
+
+def test_the_stopped_samples_of_an_engine_that_hangs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is kept with its prompt, and clients come and go while a step takes minutes."""
+    monkeypatch.setattr(recovery, "MAX_STOPPED", 2)
+
+    async def work() -> None:
+        engine = Engine()
+        engine.scheduler.dead = True
+        samples = await engine.submit_different(4)
+        for sample in samples:
+            sample.close()
+        assert list(engine.manager.recovery._stopped) == [sample.key for sample in samples[:2]]
+
+    asyncio.run(work())
 
 
 @scenario

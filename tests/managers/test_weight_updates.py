@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scheduler_rig import Rig
+from tier_asks import settle_copies
 
 from tercet.managers.weight_updates import LoadedWeights, WeightUpdates
 from tercet.srt.io_struct import TokenOut
@@ -59,10 +60,7 @@ def test_all_kv_of_the_old_weights_is_forgotten(tmp_path: Path) -> None:
     def ask(rid: str) -> tuple[int, int, int]:
         rig.add(rid, PROMPT, max_new_tokens=2)
         rig.run()
-        while rig.kv.has_copies or rig.in_flight is not None:
-            rig.turn()
-        while rig.kv.tiers._writing:  # the files can be read when they are written
-            rig.kv.tiers._collect(rig.kv.tiers._storage.poll(0.01))
+        settle_copies(rig)
         counts = rig.heard[rid].last.counts
         return counts.cached_tokens, counts.host_tokens, counts.storage_tokens
 
@@ -79,6 +77,9 @@ def test_all_kv_of_the_old_weights_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_retracted_request_goes_on_without_kv_of_the_old_weights(tmp_path: Path) -> None:
     rig = Rig(page_size=4, host_blocks=64, storage=tmp_path, load_weights=Loader())
+    rig.add("earlier", PROMPT)
+    rig.run()
+    settle_copies(rig)
     rig.add("a", PROMPT, max_new_tokens=30)
     while len(rig.heard["a"].ids) < 10:
         rig.turn()

@@ -92,3 +92,25 @@ def test_a_look_up_stays_current_while_other_prefixes_come_and_go(prompt: list[i
         assert found.is_current()
     put(cache, allocator, prompt)
     assert found.is_current() == (length == len(prompt))
+
+
+def test_a_look_up_of_a_discarded_prefix_is_not_current() -> None:
+    """A lock keeps the node as it was, though it has left the tree."""
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3])
+    cache.lock(cache.match(i32([1, 2, 3])).node)
+    found = cache.look_up(i32([1, 2, 3, 4]))
+    assert found.length == 3 and found.is_current()
+    cache.discard(i32([1, 2, 3]), 0)
+    assert not found.is_current() and cache.look_up(i32([1, 2, 3, 4]), "", found).length == 0
+
+
+def test_a_look_up_in_a_namespace_that_was_empty_meanwhile_is_not_current() -> None:
+    """The namespace has another node now."""
+    cache, allocator = make()
+    put(cache, allocator, [1, 2], "x")
+    found = cache.look_up(i32([3, 4]), "x")
+    assert found.length == 0 and found.is_current()
+    cache.evict(2)
+    put(cache, allocator, [3, 4], "x")
+    assert not found.is_current()

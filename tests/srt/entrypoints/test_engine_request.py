@@ -18,7 +18,7 @@ from tercet.srt.entrypoints.engine import _body
 from tercet.srt.entrypoints.engine_request import EngineRequest, make_sample_limit
 from tercet.srt.entrypoints.routing import Server
 from tercet.srt.errors import InvalidRequest
-from tercet.srt.io_struct import AbortFinish, ToScheduler
+from tercet.srt.io_struct import AbortFinish, BatchTextOut, ToScheduler
 
 
 class CountingScheduler(FakeScheduler):
@@ -130,6 +130,27 @@ def test_an_abort_ends_what_waits_for_room() -> None:
         assert len(calls.scheduler.received) == 1 and not calls.scheduler.aborted
         calls.manager.abort("first")
         await first
+
+    calls.run(work())
+
+
+def test_a_sample_that_ended_while_it_waited_takes_no_room() -> None:
+    """Others of its prompt still run, so the wait goes on."""
+    calls = Calls(max_queued_requests=2)
+    calls.scheduler.mute = calls.scheduler.dead = True
+
+    async def work() -> None:
+        call = asyncio.create_task(calls.call({"n": 4}, input_ids=[1], rid="mine").run(False))
+        while len(calls.scheduler.received) < 2:
+            await asyncio.sleep(0)
+        calls.manager.abort("mine")
+        for request in calls.scheduler.received:
+            out = calls.scheduler._out(request, 0, 0, AbortFinish("aborted by the client"))
+            calls.manager.on_message(BatchTextOut([out]))
+            for _ in range(5):  # the call goes on
+                await asyncio.sleep(0)
+        assert len(await call) == 4
+        assert calls._sample_limit._value == 2
 
     calls.run(work())
 
