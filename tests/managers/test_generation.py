@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from patience import PATIENCE_S
 
 from tercet.managers.generation import MAX_BACKLOG, Generation, OutputReader, error_of
-from tercet.srt.errors import TercetError
+from tercet.srt.errors import QueueFull, TercetError
 from tercet.srt.io_struct import AbortFinish, Counts, GenerateReq, LengthFinish, TextOut, TokenOut, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -139,6 +139,22 @@ def fail(generation: Generation) -> None:
     finish = AbortFinish.of(TercetError("odd"))
     end = TokenOut(rid="r", token_ids=[], finish=finish, counts=Counts(0))
     generation.push(TextOut(tokens=end, text=""))
+
+
+def test_a_sample_that_was_aborted_before_the_queue_refused_it_is_not_sent_again() -> None:
+    async def run() -> None:
+        (generation,) = make(1)
+        sent_again: list[str] = []
+        generation.on_queue_full = lambda: sent_again.append(generation.key)
+        generation.hold(GenerateReq(rid="0", input_ids=pack_ids([1, 2]), options=OPTIONS))
+        generation.mark_sent()
+        generation.abort()
+        refused = TokenOut(rid="0", token_ids=[], finish=AbortFinish.of(QueueFull("full")), counts=Counts(0))
+        generation.push(TextOut(tokens=refused, text=""))
+        assert generation.is_over and not sent_again
+        assert isinstance(generation.take().finish, AbortFinish)
+
+    asyncio.run(run())
 
 
 EVENTS = ("send", "token", "last", "error", "abort", "close", "fail", "lose")

@@ -111,6 +111,13 @@ def test_a_prompt_that_is_retracted_between_two_chunks_goes_on_where_it_was() ->
     assert one.plan(8, 0, 0, 12) is None  # with two output tokens, after another retraction
 
 
+def test_those_of_the_prompt_are_not_sent_again_after_a_restart() -> None:
+    one = ReqLogprobs(TOP, np.arange(9, dtype=np.int32))
+    one.resume()
+    assert one.reusable_len is None and one.plan(7, 0, 0, 9) is None
+    assert one.take(0).input is None
+
+
 def test_an_aborted_request_has_what_was_computed() -> None:
     rig = Rig(chunked_prefill_size=8, max_prefill_tokens=8)
     prompt = list(range(20))

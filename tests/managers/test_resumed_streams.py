@@ -9,7 +9,7 @@ from timed_rig import SLOW, TimedRig
 
 from fakes import expected_output
 from tercet.managers.token_gap import AUTO_GAP_S
-from tercet.srt.io_struct import GenerateReq, Resumed, pack_ids
+from tercet.srt.io_struct import GenerateReq, LengthFinish, Resumed, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -79,3 +79,13 @@ def test_prompts_without_output_are_still_computed_in_one_step() -> None:
         rig.add(f"new{index}", [index] * prompt_len)
     rig.turn()
     assert rig.extend_sizes == [sum(prompt_len for prompt_len, _ in LENGTHS.values())]
+
+
+def test_a_stream_that_has_all_its_tokens_ends_without_a_step() -> None:
+    """An engine with less memory may give it no more."""
+    rig = RestartedRig()
+    options = RequestOptions(sampling=SamplingParams(max_new_tokens=4, sampling_seed=1), stream=True)
+    known = rig.heard["r"].ids = [5, 6, 7, 8]
+    rig.inbox.messages.append(GenerateReq("r", pack_ids([1] * 9), options, Resumed(known.copy(), 0, 0)))
+    rig.run()
+    assert rig.heard["r"].finish == LengthFinish(4) and not rig.runner.steps

@@ -96,6 +96,20 @@ async def test_a_short_answer_that_has_ended_is_no_suspect_when_it_comes_again(e
 
 
 @scenario
+async def test_an_equal_request_that_waits_ends_with_the_culprit(engine: Engine) -> None:
+    """Its client may have sent it again during the restart. It would kill the engine a third time."""
+    poison, good = await one(engine, "poison"), await one(engine, "good")
+    engine.die(Blame({poison.key: 0, good.key: 0}))
+    again = await one(engine, "poison")
+    engine.restart()
+    assert engine.sent() == [poison.key]
+    assert engine.die(Blame({poison.key: 0}))
+    engine.restart()
+    assert await is_fatal(poison) and await is_fatal(again)
+    assert engine.sent() == [good.key] and engine.manager.recovery.num_fatal == 2
+
+
+@scenario
 async def test_a_suspect_that_has_waited_for_other_trials_is_tried_after_them(engine: Engine) -> None:
     """It came while others were tried. Those that have waited with it go first, so suspects cannot hold them up."""
     first, second = await one(engine, "first"), await one(engine, "second")

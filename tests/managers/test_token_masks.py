@@ -115,6 +115,16 @@ def test_only_rows_with_grammars_are_masked_and_only_when_sampled() -> None:
     assert len(rig.runner.steps) > 5 and rig.runner.num_masked == 5, "two chunks had no mask"
 
 
+def test_the_runner_bars_no_early_end_of_a_grammar() -> None:
+    """Its masks do that, unless nothing else may come. Otherwise no token would be left."""
+    rig = Rig(eos_ids=EOS, vocab_size=VOCAB)
+    for rid, grammar in (("plain", None), ("constrained", "1")):
+        stops = {"min_new_tokens": 4, "stop_token_ids": [3], "ignore_eos": False}
+        rig.add(rid, [1] * 8, max_new_tokens=5, regex=grammar, **stops)
+    rig.run()
+    assert [new.stop_ids for step in rig.runner.steps for new in step.new_rows] == [(3, 7, 11), ()]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_grammar_that_fails_ends_its_own_request_alone(overlap: bool) -> None:
     rig = Rig(overlap=overlap, vocab_size=VOCAB)

@@ -98,6 +98,7 @@ def test_a_look_up_of_a_discarded_prefix_is_not_current() -> None:
     """A lock keeps the node as it was, though it has left the tree."""
     cache, allocator = make()
     put(cache, allocator, [1, 2, 3])
+    put(cache, allocator, [5])  # so the tree is not empty
     cache.lock(cache.match(i32([1, 2, 3])).node)
     found = cache.look_up(i32([1, 2, 3, 4]))
     assert found.length == 3 and found.is_current()
