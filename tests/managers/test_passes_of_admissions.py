@@ -130,3 +130,16 @@ def test_a_pass_keeps_every_limit_and_lets_nobody_overtake(data: st.DataObject) 
     one.check_use()
     one.check_order()
     one.check_memory()
+
+
+def test_a_look_up_that_is_kept_is_of_the_tokens_of_now() -> None:
+    """A preempted request gets another token while it waits, if its last step was in flight."""
+    kv = make_kv(1)
+    cached = make_req(range(20), 0)
+    admit(kv, cached)
+    kv.extend([cached], i32(20))
+    kv.release(cached)
+    waits = make_req(range(10), 1, output=[10])
+    assert kv.device_match_len(waits) == 10
+    waits.output_ids.append(11)
+    assert kv.device_match_len(waits) == 11

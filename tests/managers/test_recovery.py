@@ -280,6 +280,16 @@ async def test_a_call_that_is_given_up_as_the_engine_dies_does_not_stop_the_rest
 
 
 @scenario
+async def test_the_last_state_of_an_engine_that_hangs_is_not_told(engine: Engine) -> None:
+    await engine.manager.scheduler_state(60.0)
+    engine.scheduler.dead = True
+    assert (await engine.manager.scheduler_state(0.001)).age_s > 0
+    engine.manager.heartbeats._scheduler -= engine.manager.server_args.watchdog_timeout
+    with pytest.raises(EngineDead, match="did not answer"):
+        await engine.manager.scheduler_state(0.001)
+
+
+@scenario
 async def test_when_the_engine_is_given_up_every_sample_ends(engine: Engine) -> None:
     samples = await engine.submit(3)
     engine.die(Blame({samples[0].key: 0, samples[1].key: 0}))

@@ -118,6 +118,7 @@ def test_the_scheduler_names_all_requests_in_flight(path: Path) -> None:
         rig.turn()
     rig.add("chunked", [2] * 60)
     rig.run()
+    assert read_journal(path).is_between_steps
 
 
 def test_the_positions_of_steps_that_return_several_tokens(path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,23 @@ def test_the_vocabulary_is_that_of_the_models_logits() -> None:
     text = "Grammar: \u00e9\U0001f600"
     assert b"".join(vocabulary.tokens[i] for i in tokenizer.encode(text)) == text.encode()
     assert vocabulary.special_texts["<|im_start|>"] in vocabulary.special_ids
+
+
+def test_a_late_answer_about_another_grammar_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may have sent it just before it was ended at its limit."""
+
+    async def work(process: GrammarProcess) -> None:
+        loop = asyncio.get_running_loop()
+
+        def send(question: CheckGrammarReq) -> None:
+            for reply in (CheckGrammarReply(question.call_id - 1, "no"), CheckGrammarReply(question.call_id, None)):
+                loop.call_soon(process._on_message, reply)
+
+        async def start() -> Any:
+            child = types.SimpleNamespace(pid=os.getpid(), ended=loop.create_future())
+            return child, types.SimpleNamespace(send=send)
+
+        monkeypatch.setattr(process, "_start", start)
+        assert await process.compile(spec("{}")) is None
+
+    with_process(work)

@@ -14,7 +14,7 @@ from fake_adapters import PIRATE
 from fake_http import FakeScheduler, make_manager, text_of
 
 from tercet.managers.tokenizer_manager import TokenizerManager
-from tercet.srt.entrypoints import http_worker
+from tercet.srt.entrypoints import http_worker, routing
 from tercet.srt.entrypoints.forwarded import WHOLE_SERVER, ParentEndpoints
 from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
 from tercet.srt.entrypoints.http_worker import HttpWorker
@@ -151,6 +151,15 @@ def test_a_worker_tokenises_and_renders(run: Any) -> None:
         assert rig.scheduler.prompt_texts() == ["hi", "<user>hello\n<assistant>"]
         assert [request.rid for request in rig.scheduler.received] == ["1-0", "1-1"]
         assert (await rig.client.post("/tokenize", json={"prompt": "hi"})).json()["count"] == 2
+
+    run(work)
+
+
+def test_the_workers_share_the_limit_on_bodies(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MAX_HELD_BYTES", 400)
+
+    async def work(rig: Rig) -> None:
+        assert [(await rig.generate(text="x" * length)).status_code for length in (10, 200)] == [200, 503]
 
     run(work)
 
