@@ -14,9 +14,8 @@ _MAX_PATH_CHARS = 4096
 def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:
     """The absolute path of `given`, which is relative to `folder` or absolute, with all symbolic links resolved.
 
-    Raises NotAllowed for a path outside `folder`, and InvalidRequest for a text that is no path, and for a link to
-    a name that no message can have. `flag`: the flag that
-    names the folder.
+    Raises NotAllowed for a path outside `folder`. Raises InvalidRequest for a text that is no path, and for a link to a
+    name that no message can have. `flag`: the flag that names the folder.
     """
     if len(given) > _MAX_PATH_CHARS:
         raise InvalidRequest(f"{param} must have at most {_MAX_PATH_CHARS} characters, got {len(given)}", param=param)
