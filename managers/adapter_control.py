@@ -90,7 +90,8 @@ class AdapterControl:
 
     async def load(self, name: str, path: str) -> None:
         """Loads an adapter. Raises InvalidRequest for one that does not suit the engine, for a name in use and if no
-        slot is free, EngineDead, EngineRestarting and TercetError; then nothing has changed."""
+        slot is free, EngineBusy for a name that is being unloaded, EngineDead, EngineRestarting and TercetError; then
+        nothing has changed."""
         self._check_on("lora_name")
         try:
             check_adapter_name(name, "lora_name")
@@ -98,6 +99,8 @@ class AdapterControl:
             raise InvalidRequest(str(error), param="lora_name") from None
         if self._weights.server_args.is_model(name):
             raise InvalidRequest(f"{name!r} is a name of the model; an adapter needs another one", param="lora_name")
+        if name in self._leaving:
+            raise EngineBusy(f"the adapter {name!r} is being unloaded; load it when its requests have ended")
         if name in self._loaded or name in self._loading:
             raise InvalidRequest(f"the adapter {name!r} is loaded already; unload it first", param="lora_name")
         link = self._link()

@@ -97,6 +97,8 @@ def test_an_unload_waits_for_requests_that_wait_for_the_engine() -> None:
         assert not loads.asked and engine.adapters.find("pirate") is None and not engine.adapters.usable
         with pytest.raises(EngineBusy, match="already"):
             await engine.adapters.unload("pirate")
+        with pytest.raises(EngineBusy, match="is being unloaded; load it when"):
+            await engine.adapters.load("pirate", "/p")
         generation.abort()
         await generation.result()
         await unloading
