@@ -92,8 +92,9 @@ def _of_structured_outputs(given: StructuredOutputs) -> dict[str, Any]:
 def _one_of(choices: list[str]) -> str:
     """A regular expression for one of these texts."""
     if not 1 <= len(choices) <= MAX_CHOICES or "" in choices:
+        given = "an empty one" if "" in choices else len(choices)
         raise InvalidRequest(
-            f"structured_outputs.choice must have 1 to {MAX_CHOICES} texts, none of them empty, got {len(choices)}",
+            f"structured_outputs.choice must have 1 to {MAX_CHOICES} texts, none of them empty, got {given}",
             param="structured_outputs.choice",
         )
     return "|".join(_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)

@@ -53,7 +53,7 @@ def site() -> Iterator[Site]:
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to 1000 texts"),
         ({"structured_outputs": {"choice": ["a"] * 1001}}, "structured_outputs.choice", "1 to 1000 texts"),
-        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "none of them empty"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "got an empty one"),
         ({"structured_outputs": {"guided": "a"}}, "structured_outputs.guided", "unknown field"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "regex", "bytes long"),
         ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}}, "structured_outputs", "bytes long"),
