@@ -91,9 +91,11 @@ UNLOAD_CODEC = BodyCodec(UnloadAdapterBody)
 
 async def load_lora_adapter(server: Server, request: Request, body: LoadAdapterBody) -> ASGIApp:
     """Answers when requests may name the adapter. Raises NotAllowed and what `AdapterControl.load` raises."""
-    folder = server.manager.server_args.lora_dir
+    args = server.manager.server_args
+    folder = args.lora_dir
     if folder is None:
-        raise NotAllowed("loading adapters is off; start the server with --lora-dir")
+        flags = "--lora-dir" if args.enable_lora else "--enable-lora and --lora-dir"
+        raise NotAllowed(f"loading adapters is off; start the server with {flags}")
     path = path_inside(folder, body.lora_path, param="lora_path", flag="--lora-dir")
     return json_response(await load_adapter(server.manager, body.lora_name, str(path)))
 

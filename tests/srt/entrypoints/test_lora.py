@@ -112,7 +112,12 @@ def test_a_server_without_adapters_names_the_flag(site: Site) -> None:
         assert error["param"] == "lora_path" and "--enable-lora" in error["message"]
         error = site.refused(path, {**body, "model": "pirate"}, 404)
         assert error["message"] == "the model 'pirate' does not exist; the served model is 'tiny'"
-    assert "--lora-dir" in site.refused(LOAD, {"lora_name": "a", "lora_path": "a"}, 403)["message"]
+    off = "loading adapters is off; start the server with"
+    load = {"lora_name": "a", "lora_path": "a"}
+    assert site.refused(LOAD, load, 403)["message"] == f"{off} --enable-lora and --lora-dir"
+    with_adapters = Site(**WITH_PIRATE)
+    assert with_adapters.refused(LOAD, load, 403)["message"] == f"{off} --lora-dir"
+    with_adapters.close()
     assert "--enable-lora" in site.refused(UNLOAD, {"lora_name": "a"})["message"]
 
 
