@@ -9,7 +9,7 @@ from scheduler_rig import Heard, Rig
 
 from fakes import expected_input, expected_logprobs, expected_output, score
 from tercet.managers.req_logprobs import ReqLogprobs
-from tercet.srt.io_struct import AbortFinish
+from tercet.srt.io_struct import AbortFinish, Resumed
 from tercet.srt.logprobs import LogprobOptions, Logprobs, NewLogprobs
 
 VOCAB = 97
@@ -112,10 +112,13 @@ def test_a_prompt_that_is_retracted_between_two_chunks_goes_on_where_it_was() ->
 
 
 def test_those_of_the_prompt_are_not_sent_again_after_a_restart() -> None:
-    one = ReqLogprobs(TOP, np.arange(9, dtype=np.int32))
-    one.resume()
-    assert one.reusable_len is None and one.plan(7, 0, 0, 9) is None
-    assert one.take(0).input is None
+    rig, prompt = Rig(), list(range(1, 31))
+    whole = expected_output(prompt, 1, 6, VOCAB)
+    known = rig.heard["r"].ids = whole[:2]
+    rig.add("r", prompt, logprobs=TOP, max_new_tokens=6, resumed=Resumed(known.copy(), 0, 0))
+    rig.run()
+    assert rig.heard["r"].ids == whole and not any(step.prompt_scores for step in rig.runner.steps)
+    assert rig.heard["r"].logprobs and all(news.input is None for news in rig.heard["r"].logprobs)
 
 
 def test_an_aborted_request_has_what_was_computed() -> None:

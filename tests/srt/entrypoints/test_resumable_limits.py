@@ -10,7 +10,9 @@ from breakable_http import Connection
 from fake_http import Site
 
 from tercet.srt.entrypoints import resumable
+from tercet.srt.entrypoints.replay import Replay
 from tercet.srt.entrypoints.resumable import ResumableStream, ResumableStreams
+from tercet.srt.entrypoints.stream_journal import SavedRequest, SavedStream
 
 
 async def pause() -> None:
@@ -112,5 +114,26 @@ def test_the_grace_time_ends_when_a_client_comes_and_begins_anew_when_it_leaves(
         assert timer.cancelled() and not streams._detached
         reader.leave()
         assert not streams._detached[stream].cancelled()
+
+    asyncio.run(run())
+
+
+def test_a_long_stream_of_another_server_keeps_only_its_last_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other server may have sent the others."""
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 1000)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for _ in range(100):
+            yield b"data: 1\n\n"
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        saved = SavedStream(SavedRequest("/generate", b"{}", "", b"nonce", 1.5, {}, []), [])
+        stream = ResumableStreams(60.0).restore(Replay("0" * 32, saved), "", events(), lambda: None)
+        while stream.last < 100:
+            await asyncio.sleep(0)
+        assert 0 < stream.num_bytes <= 1000
+        stream.end()
+        await pause()
 
     asyncio.run(run())
