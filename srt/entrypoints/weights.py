@@ -73,7 +73,7 @@ def _path_inside(folder: str, given: str) -> Path:
     In Hugging Face's cache only the links have the names of a model's files.
     """
     path = path_inside(folder, given, param="model_path", flag="--update-weights-dir")
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         return path
     parent = path_inside(folder, os.path.dirname(given), param="model_path", flag="--update-weights-dir")
     return parent / os.path.basename(given)

@@ -134,6 +134,13 @@ def test_a_link_outside_to_a_file_inside_is_refused(updatable: WeightSite, tmp_p
     updatable.refused(PATH, {"model_path": str(link)}, 403)
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "x/" * 2000])
+def test_a_path_that_no_file_can_have_is_no_fault_of_the_server(updatable: WeightSite, path: str) -> None:
+    """The engine looks for it, and says that it does not exist."""
+    updatable.good(PATH, {"model_path": path})
+    assert updatable.updates[-1].model_path == str(updatable.folder / path)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
