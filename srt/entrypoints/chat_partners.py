@@ -99,9 +99,10 @@ class ServerChat:
             models = _json(_read(response))
         try:
             names = [str(one["id"]) for one in models["data"]]
-            self._model = model or names[0]
+            first = names[0]
         except (KeyError, IndexError, TypeError):
             raise ChatError(f"{base_url} lists no model") from None
+        self._model = model or first
         if self._model not in names:
             raise ChatError(f"{base_url} has no model {self._model!r}, only {', '.join(names)}")
         self.name = f"{self._model} at {base_url}"

@@ -139,3 +139,15 @@ def test_a_chat_names_a_model_or_an_adapter_of_the_server() -> None:
             assert (request.options.adapter and request.options.adapter.name) == adapter
         with pytest.raises(ChatError, match=r"has no model 'ninja', only tiny, pirate$"):
             choose_partner("ninja", site.url, None)
+
+
+@pytest.mark.parametrize("name", [None, "ninja"])
+def test_a_server_without_models_is_named(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "do_GET", lambda self: self._send(b'{"data": []}'))
+    with HTTPServer(("127.0.0.1", 0), Echo) as echo:
+        thread = threading.Thread(target=echo.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{echo.server_port}"
+        with pytest.raises(ChatError, match=rf"^{url} lists no model$"):
+            ServerChat(url, None, name)
+        thread.join()
