@@ -51,18 +51,16 @@ _U64 = struct.Struct("<Q")
 def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether a path is that of a GGUF file. Its name ends in .gguf, or it begins as such files do.
 
-    Ollama's files have no ending, and neither do those that links in Hugging Face's cache lead to.
+    Ollama's files have no ending, and neither do those that links in Hugging Face's cache lead to. Raises OSError for a
+    file that cannot be read.
     """
     path = os.fspath(path)
-    if os.path.isdir(path):
-        return False
     if path.endswith(".gguf"):
-        return True
-    try:
-        with open_file(path) as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except (OSError, ValueError):
+        return not os.path.isdir(path)
+    if not os.path.isfile(path):
         return False
+    with open_file(path) as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 class GGUFTensor(NamedTuple):

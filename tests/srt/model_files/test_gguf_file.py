@@ -64,7 +64,14 @@ def test_a_file_is_known_by_its_ending_or_by_its_first_bytes(tmp_path):
     (tmp_path / "folder.gguf").mkdir()
     os.mkfifo(tmp_path / "pipe")
     assert [is_gguf(found) for found in (blob, str(blob), "absent.gguf")] == [True] * 3
-    assert not any(is_gguf(tmp_path / name) for name in ("other", "folder.gguf", "pipe", "absent"))
+    assert not any(
+        is_gguf(tmp_path / name) for name in ("other", "folder.gguf", "pipe", "absent", "other/x", "x" * 300)
+    )
+
+
+def test_a_file_that_cannot_be_read_is_no_file_of_another_kind():
+    with pytest.raises(OSError):
+        is_gguf("/proc/self/mem")  # nothing is at the address 0
 
 
 def test_agrees_with_the_reference_reader(tmp_path):
