@@ -20,7 +20,7 @@ from .settings import RunnerSettings
 
 
 def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: str = "default") -> bytes:
-    """The identity of the KV that a runner with these settings computes. Raises OSError for an unreadable model.
+    """The identity of the KV that a runner with these settings computes. Raises as `weight_files`.
 
     `weight_version`: the name of the weights. Weights of different names never share KV, even if their samples are
     equal.

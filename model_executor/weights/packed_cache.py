@@ -130,7 +130,7 @@ class PackedParameters(Mapping[str, Any]):
 
 
 def _key(config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str], compact: bool) -> str:
-    """A hash of all that packed parameters depend on. Raises OSError for an unreadable model."""
+    """A hash of all that packed parameters depend on. Raises as `weight_files`."""
     variant = cpu_extension.load()
     assert variant is not None
     stamp = cpu_extension.stamp(variant)

@@ -34,7 +34,7 @@ _TOKENIZER_ENDINGS = (".json", ".jinja", ".model", ".txt")
 
 
 def answer_settings(args: ServerArgs, config: ModelConfig, facts: SchedulerReady) -> dict[str, str]:
-    """The settings by name, as text. Reads a part of the model's files. Raises OSError for an unreadable model."""
+    """The settings by name, as text. Reads a part of the model's files. Raises as `weight_files`."""
     settings = {name: str(getattr(args, name)) for name in _SETTINGS}
     shape = {name: value for name, value in dataclasses.asdict(config).items() if name != "model_path"}
     weights = [str(args.random_seed)] if config.load_format == "dummy" else list(weight_fingerprints(config))

@@ -69,7 +69,7 @@ def open_first_part(path: str | os.PathLike[str]) -> GGUFFile:
 
 def part_paths(path: str) -> list[str]:
     """The paths of all files of a model. `path`: the model, or its first part. Raises as GGUFModel does."""
-    # Any first part has such a name. Others are not opened, which takes tens of milliseconds.
+    # Any first part has such a name. A file of another name is not opened, because that takes tens of milliseconds.
     return GGUFModel(path).paths if "-00001-of-" in path else [path]
 
 

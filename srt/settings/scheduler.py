@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from .setting import Setting
 
 MAX_VERIFIED_TOKENS = 16
-"""Most tokens of a decode step with drafts, besides forced ones: the newest token of each request and all drafts. On a
+"""Most tokens of a decode step with drafts, beside forced ones: the newest token of each request and all drafts. On a
 CPU, a step of 16 tokens takes only about 2.6 times as long as one of 1 token (docs/log.md), because both read all
 weights."""
 
@@ -103,6 +103,6 @@ class SchedulerSettings:
         int,
         Setting(
             "Maximum number of drafts of one request in a step; all requests together have at most "
-            f"{MAX_VERIFIED_TOKENS} tokens in a step with drafts"
+            f"{MAX_VERIFIED_TOKENS} tokens, beside forced ones, in a step with drafts"
         ),
     ] = MAX_VERIFIED_TOKENS - 1
