@@ -18,7 +18,7 @@ from .chat_partners import ChatError, ChatMessage, ChatOptions, ChatPartner, Eng
 
 _DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer"
-# A model's text must not control the terminal, so all control characters except tab and line feed are removed.
+# A server's text must not control the terminal, so all control characters except tab and line feed are removed.
 _CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
@@ -46,7 +46,7 @@ def chat(
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         partner = choose_partner(model, base_url, (api_key or env.api_key() or "").strip() or None)
     except (ChatError, TercetError, ValueError, OSError) as error:
-        sys.stderr.write(f"tercet chat: {error}\n")
+        sys.stderr.write(f"tercet chat: {_plain(str(error))}\n")
         return 1
     conversation = Conversation(partner, system, ChatOptions(temperature, max_tokens), sys.stdout)
     try:
@@ -101,7 +101,7 @@ class Conversation:
             with contextlib.closing(self.partner.answer(self.messages, self._options)) as pieces:
                 for piece in pieces:
                     shown += piece
-                    self._write(piece.translate(_CONTROL_CHARACTERS))
+                    self._write(_plain(piece))
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except BaseException:
@@ -122,7 +122,7 @@ class Conversation:
 def _interactive(conversation: Conversation) -> int:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # where available, it gives input() line editing and a history
-    sys.stdout.write(f"{conversation.partner.name}\n{_HELP}\n")
+    sys.stdout.write(f"{_plain(conversation.partner.name)}\n{_HELP}\n")
     while True:
         try:
             question = input("> ").strip()
@@ -161,6 +161,11 @@ def _try(conversation: Conversation, question: str) -> bool:
     except (ChatError, TercetError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        sys.stderr.write(f"tercet chat: {error}\n")
+        sys.stderr.write(f"tercet chat: {_plain(str(error))}\n")
         return False
     return True
+
+
+def _plain(text: str) -> str:
+    """The text without control characters."""
+    return text.translate(_CONTROL_CHARACTERS)

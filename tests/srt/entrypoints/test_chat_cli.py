@@ -3,6 +3,7 @@ dialect. Its other tests are in test_cli.py."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from fake_http import text_of
 from live_site import live_site
 from toy_engine import environment
 
+from tercet.commands import main
 from tercet.srt.entrypoints.chat_cli import choose_partner
 from tercet.srt.entrypoints.chat_partners import ChatError, ChatOptions, ServerChat
 
@@ -151,3 +153,30 @@ def test_a_server_without_models_is_named(name: str | None, monkeypatch: pytest.
         with pytest.raises(ChatError, match=rf"^{url} lists no model$"):
             ServerChat(url, None, name)
         thread.join()
+
+
+def test_names_and_errors_of_a_server_do_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Echo, "do_GET", lambda self: self._send(json.dumps({"data": [{"id": "m\x1b[2J"}]}).encode()))
+    monkeypatch.setattr(Echo, "do_POST", lambda self: self._send(b'data: {"error": {"message": "no\\u001b[2J"}}\n\n'))
+    questions = iter(["hi"])
+
+    def ask(_prompt: str) -> str:
+        with contextlib.suppress(StopIteration):
+            return next(questions)
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Echo) as echo:
+        thread = threading.Thread(target=echo.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{echo.server_port}"
+        codes = [main(["chat", *name, "--base-url", url]) for name in ([], ["ninja"])]
+        echo.shutdown()
+        thread.join()
+    shown = capsys.readouterr()
+    assert codes == [0, 1] and "\x1b" not in shown.out + shown.err
+    assert f"m[2J at {url}" in shown.out
+    assert "tercet chat: no[2J" in shown.err and "only m[2J" in shown.err
