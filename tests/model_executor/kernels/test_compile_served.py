@@ -101,8 +101,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[Flags, Launch]:
     as_if_on = importlib.import_module("gpu_compile").as_if_on
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
     found: dict[Flags, Launch] = {}
-    for (config, (kv_cache_dtype, page_size)), options in crossed(
-        list(product(MODELS.values(), KV)), SMALL_STEPS, each=2
+    # The models come last, so that each of KV meets all of SMALL_STEPS, also in a usual run.
+    for ((kv_cache_dtype, page_size), config), options in crossed(
+        list(product(KV, MODELS.values())), SMALL_STEPS, each=2
     ):
         with pytest.MonkeyPatch.context() as patch, as_if_on("sm_90", 132, patch), recorded() as launches:
             make_meta_runner(
