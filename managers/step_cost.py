@@ -22,7 +22,7 @@ class StepShape(NamedTuple):
     is_extend: bool
     num_rows: int = 0
     num_prompt_tokens: int = 0
-    """Drafts count as prompt tokens, because a step computes both in the same way."""
+    """Drafts and forced tokens count as prompt tokens, because a step computes all of them in the same way."""
     prompt_context: int = 0
     """The positions that all prompt tokens attend to, each token to itself and to those before it."""
     decode_context: int = 0
