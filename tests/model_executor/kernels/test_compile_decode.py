@@ -10,7 +10,6 @@ from serving_shapes import SHAPES, Shape
 from some_cases import crossed
 from triton.runtime.jit import JITFunction
 from triton_aot import (
-    Resources,
     assert_fits,
     assert_one_look_up,
     assert_overlaps,
@@ -52,23 +51,22 @@ def test_decode_in_a_step_with_prompts(shape: Shape, arch: str) -> None:
     check(arch, shape, mixed=True)
 
 
-def check_in_pages(resources: Resources, shape: Shape) -> None:
+PAGED_KERNELS = {
+    "decode": lambda shape: decode_launches(shape, "sm_90", mixed=False, page_size=64),
+    "decode in a step with prompts": lambda shape: decode_launches(shape, "sm_90", mixed=True, page_size=64),
+    "one kernel": lambda shape: fused_launches(shape, "sm_90", norm=False, page_size=64),
+    "one kernel with a norm": lambda shape: fused_launches(shape, "sm_90", norm=True, page_size=64),
+}
+
+
+@pytest.mark.parametrize(("shape", "kernel"), crossed(IN_PAGES, list(PAGED_KERNELS), each=1), ids=str)
+def test_in_pages(shape: Shape, kernel: str) -> None:
+    launch, *_ = PAGED_KERNELS[kernel](shape)
+    resources = compile_launch(launch, "sm_90")
     assert_fits(resources, "sm_90")
     assert_overlaps(resources)
     assert_plan_holds(resources, shape, page_size=64)
     assert_one_look_up(resources)
-
-
-@pytest.mark.parametrize(("shape", "mixed"), crossed(IN_PAGES, [False, True], each=1), ids=str)
-def test_decode_in_pages(shape: Shape, mixed: bool) -> None:
-    split, _ = decode_launches(shape, "sm_90", mixed=mixed, page_size=64)
-    check_in_pages(compile_launch(split, "sm_90"), shape)
-
-
-@pytest.mark.parametrize(("shape", "norm"), crossed(IN_PAGES, [False, True], each=1), ids=str)
-def test_decode_in_one_kernel_in_pages(shape: Shape, norm: bool) -> None:
-    (launch,) = fused_launches(shape, "sm_90", norm=norm, page_size=64)
-    check_in_pages(compile_launch(launch, "sm_90"), shape)
 
 
 @pytest.mark.parametrize("name", ["32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x192-bfloat16"])
