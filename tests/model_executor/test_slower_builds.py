@@ -26,6 +26,7 @@ sys.exit(pytest.main([*sys.argv[2:], "-q", "-x", "-p", "no:cacheprovider", "-k",
 """A usual run takes every other test."""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu")
 def test_slower_builds_that_run_here_do_the_same() -> None:
     folders = [Path(__file__).parent / name for name in (".", "layers", "sampling")]
