@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from ..model_executor.step import Runner
 from ..srt.adapters import AdapterFacts, AdapterRef, AdapterReply, LoadAdapterReq, UnloadAdapterReq
 from ..srt.errors import InvalidRequest, StreamChanged
-from ..srt.plain_values import as_utf8
+from ..srt.plain_values import reason_of
 from .req import Req
 from .request_queues import RequestQueues
 from .scheduler_io import SchedulerIO
@@ -128,6 +128,6 @@ class Adapters:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, cut if it is long. It may have names of a file that no message can have."""
-    text = as_utf8(str(error) or type(error).__name__)
+    """What an error says, cut if it is long."""
+    text = reason_of(error)
     return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + "..."

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..model_executor.device.heap import trim_heap
-from ..srt.plain_values import as_utf8
+from ..srt.plain_values import reason_of
 from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 from .kv_cache_manager import KVCacheManager
 from .request_queues import RequestQueues
@@ -60,7 +60,7 @@ class WeightUpdates:
         try:
             loaded = self._load(message)
         except (ValueError, OSError) as error:
-            reason = as_utf8(str(error) or type(error).__name__)  # a key in JSON may have what no message can have
+            reason = reason_of(error)
             logger.warning("The weights in %s were refused: %s", message.model_path, reason)
             return UpdateWeightsReply(message.call_id, refusal=reason)
         except Exception:

@@ -149,10 +149,6 @@ class Choices(NamedTuple):
     """[N], the draft after each, or NO_DRAFT after the last one of a row. If the choice is another token, the row's
     later choices follow a wrong token. None: the step has no drafts."""
 
-    @property
-    def has_drafts(self) -> bool:
-        return self.drafts is not None
-
 
 @dataclass(slots=True)
 class StepInputs:

@@ -45,6 +45,11 @@ def as_utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says, for a message. It may have names of a file or of JSON that no message can have."""
+    return as_utf8(str(error) or type(error).__name__)
+
+
 def check_in_json(value: Any, path: str) -> None:
     """Raises InvalidRequest for values that JSON cannot represent: numbers that are not finite, text that is not
     Unicode, bytes. Also for integers of more than 64 bits, and for a value that is nested too deeply."""

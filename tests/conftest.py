@@ -46,7 +46,7 @@ def _logger_as_it_was() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
-# Ten thousand tests are a million objects. The garbage collector need not visit them again and again.
+# The tests that were collected stay until the end. The garbage collector need not visit them again and again.
 def pytest_sessionstart() -> None:
     gc.disable()
 

@@ -139,7 +139,7 @@ class SimDevice:
             rows = step.rows
             return SimStep(self, rows, step.seq_lens, self._number[rows], shape, start_s, end_s)
         choices = step.choices()
-        drafted = choices if choices.has_drafts else None
+        drafted = None if choices.drafts is None else choices
         return SimStep(self, choices.rows, choices.lens, self._number[choices.rows], shape, start_s, end_s, drafted)
 
     def _times(self, step: StepInputs, shape: StepShape) -> tuple[float, float]:

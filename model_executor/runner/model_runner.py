@@ -150,7 +150,7 @@ class ModelRunner:
             head, extras = self._launch_extend(step, choices)
         if choices is None:
             return RunningStep(self, head, step.rows, step.seq_lens)
-        return RunningStep(self, head, choices.rows, choices.lens, extras, choices if choices.has_drafts else None)
+        return RunningStep(self, head, choices.rows, choices.lens, extras, None if choices.drafts is None else choices)
 
     @in_inference_mode
     def choose(

@@ -16,6 +16,7 @@ from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.fingerprint import weight_files
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.model_files.quantization_config import Fp8Config, IntegerConfig, Mxfp4Config
+from ...srt.model_files.settings import some_of
 from ..device.dtypes import DTYPES, dtype_name
 from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
 from ..layers.packing import COMPACT_BITS
@@ -350,5 +351,4 @@ def _part_of(whole: torch.Tensor, parameter: Parameter, shard: Shard) -> torch.T
 def _refuse(what: str, names: Iterable[str]) -> None:
     found = sorted(names)
     if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ValueError(f"tensors {what}: {', '.join(found[:5])}{more}")
+        raise ValueError(f"tensors {what}: {some_of(found, 5)}")

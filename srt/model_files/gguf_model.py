@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .gguf_file import GGUFFile, GGUFTensor
-from .settings import Settings
+from .settings import Settings, some_of
 
 _MAX_PARTS = 2**16 - 1
-_MAX_NAMED = 3
+_NAME_OF_PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 
 
 class GGUFModel:
@@ -69,13 +69,14 @@ def open_first_part(path: str | os.PathLike[str]) -> GGUFFile:
 
 def part_paths(path: str) -> list[str]:
     """The paths of all files of a model. `path`: the model, or its first part. Raises as GGUFModel does."""
-    # Any first part has such a name. A file of another name is not opened, because that takes tens of milliseconds.
-    return GGUFModel(path).paths if "-00001-of-" in path else [path]
+    # Any part has such a name. A file of another name is not opened, because that takes tens of milliseconds.
+    return GGUFModel(path).paths if _NAME_OF_PART.search(path) else [path]
 
 
 def has_name_of_later_part(name: str) -> bool:
     """Whether gguf-split gives such a name to a part that is not the first one."""
-    return "-00001-of-" not in name and re.search(r"-\d{5}-of-\d{5}\.gguf$", name) is not None
+    found = _NAME_OF_PART.search(name)
+    return found is not None and int(found[1]) > 1
 
 
 class _Split(NamedTuple):
@@ -119,10 +120,9 @@ def _read_split(file: GGUFFile) -> _Split | None:
 def _later_parts(first: GGUFFile, split: _Split) -> list[GGUFFile]:
     paths = [split.path_of(number, first) for number in range(1, split.num_parts)]
     if missing := [os.path.basename(path) for path in paths if not os.path.exists(path)]:
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         raise FileNotFoundError(
             f"{first.path} is part 1 of {split.num_parts}, and its folder must have all parts; missing: "
-            f"{', '.join(missing[:_MAX_NAMED])}{more}"
+            f"{some_of(missing, 3)}"
         )
     parts = list(map(GGUFFile, paths))
     for part in parts:

@@ -16,11 +16,9 @@ from .gguf_model import GGUFModel, has_name_of_later_part
 from .hf_config import config_from_hf
 from .model_config import ModelConfig
 from .older_quantization import read_older_quantization
-from .settings import Settings
+from .settings import Settings, some_of
 
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
-
-_MAX_NAMED = 3
 
 
 def load_model_config(model_path: str | os.PathLike[str], load_format: LoadFormat = "auto") -> ModelConfig:
@@ -68,10 +66,8 @@ def _refuse_folder_of_gguf_files(folder: str) -> None:
     names = sorted(os.listdir(folder))
     models = [name for name in names if name.endswith(".gguf") and not has_name_of_later_part(name)]
     if models and not any(name.endswith(".safetensors") for name in names):
-        more = f" and {len(models) - _MAX_NAMED} more" if len(models) > _MAX_NAMED else ""
         raise ValueError(
-            f"{folder!r} has no safetensors files; give the path of one of its GGUF files: "
-            f"{', '.join(models[:_MAX_NAMED])}{more}"
+            f"{folder!r} has no safetensors files; give the path of one of its GGUF files: {some_of(models, 3)}"
         )
 
 

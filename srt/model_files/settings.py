@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ModelNotSupported
@@ -141,6 +141,12 @@ def quote(value: object) -> str:
     """A value as errors show it. Long values, such as vocabularies, are cut."""
     text = repr(value)
     return text if len(text) <= _MAX_QUOTE_CHARS else f"{text[: _MAX_QUOTE_CHARS - 3]}..."
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """The first names as errors list them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _finite(value: object) -> float | None:
