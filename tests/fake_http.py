@@ -367,13 +367,15 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def events_of(content: bytes) -> list[Any]:
-    """The JSON of server-sent events before `[DONE]`, which must be the last event. A named event has its `type`.
+    """The JSON of server-sent events before `[DONE]`, which must be the last event, except in Anthropic's API. A named
+    event has its `type`.
 
     Comments are left out.
     """
     parts = content.decode().split("\n\n")
     assert parts.pop() == ""
-    assert parts.pop() == "data: [DONE]"
+    if not parts[-1].startswith(("event: message_stop\n", "event: error\n")):
+        assert parts.pop() == "data: [DONE]"
     events = []
     for part in parts:
         if part.startswith(":"):

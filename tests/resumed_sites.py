@@ -68,7 +68,11 @@ def said(events: list[tuple[bytes, bytes]]) -> dict[Any, Any]:
         if "response" in event:
             items = [{**item, "id": ""} for item in event["response"]["output"]]
             found["response"] = event["response"]["status"], items, event["response"]["usage"]
-        found["deltas"] += event.get("delta", "")
+        delta = event.get("delta", "")
+        if isinstance(delta, dict):
+            found["end"] += delta.get("stop_reason", "")
+            delta = delta.get("text", "")
+        found["deltas"] += delta
         for choice in event.get("choices", ()):
             delta = choice.get("delta", choice)
             add(found, (choice["index"],), {key: delta.get(key) or "" for key in ("content", "text", "role")})
@@ -90,12 +94,16 @@ def add(found: dict[Any, Any], place: tuple[Any, ...], pieces: dict[str, Any]) -
 _TIMES = {"id", "e2e_latency", "num_recoveries"}
 
 
+LAST = (b"data: [DONE]", b'data: {"type":"message_stop"}')
+"""How the last event of a stream ends. The second one is that of Anthropic's API."""
+
+
 async def read(site: Site, connection: Connection, num_events: int) -> list[tuple[bytes, bytes]]:
     """The next events of a connection. The engine makes no more tokens than that needs. Then the server dies."""
     for _ in range(10_000):
         await asyncio.sleep(0)
         events = events_in(connection.data)
-        if len(events) >= num_events or (events and events[-1][1] == b"data: [DONE]"):
+        if len(events) >= num_events or (events and events[-1][1].endswith(LAST)):
             return events[:num_events]
         if site.scheduler.held:
             site.scheduler.release()
@@ -121,7 +129,7 @@ def begun(
 def ask(site: Site, name: bytes, **headers: str) -> tuple[int, bytes]:
     async def run() -> tuple[int, bytes]:
         connection = Connection(site, "GET", "/v1/streams", last_event_id=name.decode(), **headers)
-        while not connection.status or (connection.status == 200 and not connection.data.endswith(b"[DONE]\n\n")):
+        while not connection.status or (connection.status == 200 and not connection.data.rstrip().endswith(LAST)):
             await asyncio.sleep(0)
         connection.leave()
         await connection.done

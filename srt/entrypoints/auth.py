@@ -1,8 +1,9 @@
 """The API key guard: every path requires the key, except the probes of the server's health.
 
-Programs send the key as a bearer token. A browser asks its user for it (HTTP Basic, RFC 7617) when it opens the page at
-`/`, and then sends it as a password with every request, even with those that another site's page causes. So requests
-with a password also pass the guard against other sites' pages.
+Programs send the key as a bearer token, or in the header `x-api-key`, as Anthropic's libraries do. A browser asks its
+user for it (HTTP Basic, RFC 7617) when it opens the page at `/`, and then sends it as a password with every request,
+even with those that another site's page causes. So requests with a password also pass the guard against other sites'
+pages.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class ApiKeyGuard:
 
 def _credentials(scope: Scope) -> tuple[bytes, bytes]:
     """The scheme and the key of a request. Both are empty if it has none."""
+    found = b"", b""
     for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            found = b"bearer", value.strip()
         if name != b"authorization":
             continue
         scheme, _, given = value.partition(b" ")
@@ -72,12 +76,14 @@ def _credentials(scope: Scope) -> tuple[bytes, bytes]:
                 return scheme, base64.b64decode(given, validate=True).partition(b":")[2]
             except ValueError:
                 break
-    return b"", b""
+    return found
 
 
 def _refusal(*, is_page: bool) -> ASGIApp:
     refused = error_response(
-        Unauthorized("a valid API key is required; send it as 'Authorization: Bearer KEY', or as the password")
+        Unauthorized(
+            "a valid API key is required; send it as 'Authorization: Bearer KEY', in x-api-key, or as the password"
+        )
     )
     if is_page:  # browsers ask for a password
         refused.headers["www-authenticate"] = 'Basic realm="Tercet: the password is an API key", charset="UTF-8"'

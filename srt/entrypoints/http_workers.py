@@ -27,8 +27,9 @@ from ..ipc import RunDir
 from ..server_args import ServerArgs
 from ..worker_messages import EngineNews, ParentAlive
 from .admin import AbortAnswer, AbortBody, check_abort
+from .endpoints import ENDPOINTS
 from .forwarded import WHOLE_SERVER, ParentEndpoints
-from .http_server import ENDPOINTS, make_server
+from .http_server import make_server
 from .processes import ChildProcess, stop_children
 from .restarts import RestartBudget, retry_pause_s, start_limit_s
 from .routing import Endpoint, Server, json_response

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import html
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +196,17 @@ def options_table(documented: Iterable[Endpoint]) -> str:
     }
     lines = [f"| option | {' | '.join(fields)} |", "|---" * (len(fields) + 1) + "|"]
     for option, other in OPTION_FIELDS.items():
-        cells = ["yes" if option in known else f"`{other}`" if other in known else "no" for known in fields.values()]
+        names = (other, "metadata.user_id") if option == "tenant" else (other,)
+        cells = [_option_cell(option, names, known) for known in fields.values()]
         lines.append(f"| `{option}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _option_cell(option: str, names: Iterable[str], known: Container[str]) -> str:
+    """`names`: what a field for the option may be called. `known`: the fields of a body."""
+    if option in known:
+        return "yes"
+    return next((f"`{name}`" for name in names if name.partition(".")[0] in known), "no")
 
 
 def field_table(cls: type[Wire]) -> str:

@@ -1,6 +1,6 @@
 """`Endpoint`, and the steps of every request: check the query, decode the body, call the handler, send a response.
 
-The routes, the OpenAPI document and the tables of docs/api.md are made from the list of endpoints in http_server.py.
+The routes, the OpenAPI document and the tables of docs/api.md are made from the list in endpoints.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
 
-IGNORED_QUERY = frozenset({"api-version"})
-"""Query parameters that every path accepts and that have no effect. Clients made for Azure send them."""
+IGNORED_QUERY = frozenset({"api-version", "beta"})
+"""Query parameters that every path accepts and that have no effect. Clients made for Azure and Anthropic send them."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Runs the prompts of a request and sends the HTTP response: one JSON body, or a stream of server-sent events.
 
 Each API has a `ResponseFormat`, which writes the JSON. A stream sends its headers after the first output, so that a
-request that cannot be served still gets an HTTP status. A later failure is one error event, then `[DONE]`.
+request that cannot be served still gets an HTTP status. A later failure is one error event, then the end.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ def _event(data: bytes) -> bytes:
 class ResponseFormat(ABC):
     """Writes the response of one request in the JSON of one API."""
 
+    end = DONE
+    """What ends a stream."""
+
     @abstractmethod
     def begin(self, samples: Sequence[Sample]) -> None:
         """Receives the request's samples. It is called once, before the other methods."""
@@ -80,11 +83,11 @@ class ResponseFormat(ABC):
         """The events of one output: none, one or several. `sample.count(out)` has been called before."""
 
     def last_events(self) -> bytes:
-        """The events between the end of the last sample and `[DONE]`."""
+        """The events between the end of the last sample and `end`."""
         return b""
 
     def failure(self, error: TercetError) -> bytes:
-        """The last event before `[DONE]` of a stream that fails."""
+        """The last event before `end` of a stream that fails."""
         return _event(envelope(error))
 
     @abstractmethod
@@ -180,7 +183,7 @@ async def _stream(
                 else:
                     data += response_format.events(samples[place], out)
             if not batch:
-                data = response_format.last_events() + DONE
+                data = response_format.last_events() + response_format.end
             elif recorder is not None:
                 recorder.note(samples, batch)
         except Exception as error:
@@ -190,7 +193,7 @@ async def _stream(
                 recorder.note(samples, batch)
             if not has_begun and not data:
                 raise
-            yield data + response_format.failure(_told(error)) + DONE
+            yield data + response_format.failure(_told(error)) + response_format.end
             return
         if data:
             yield data

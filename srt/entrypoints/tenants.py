@@ -5,8 +5,8 @@ The name is, in this order:
 1. With several API keys: the key, as `key-1` for the first one, `key-2` for the second one, and so on. The header and
    the field have no effect then, so no client can pose as another one. The text of a key appears nowhere.
 2. Otherwise the header `x-tenant`, which a gateway can set for its users. One API key for all names nobody.
-3. Otherwise the field of the body: `tenant` of /generate, `user` of the other endpoints. In /generate, each prompt of a
-   list may have its own.
+3. Otherwise the field of the body: `tenant` of /generate, `metadata.user_id` of /v1/messages, `user` of the other
+   endpoints. In /generate, each prompt of a list may have its own.
 4. Otherwise the empty name.
 
 Without several keys, the server trusts the names that its clients give. The Python engines have neither keys nor

@@ -38,7 +38,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_steps.command import main as random_steps
 
-from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.openapi import openapi_document
 
 

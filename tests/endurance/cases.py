@@ -97,6 +97,8 @@ def make_cases(rng: random.Random, max_tokens: int) -> list[Case]:
     chat("chat with log probabilities", temperature=1, logprobs=True, top_logprobs=3, stream_options=None)
     chat("chat with a schema", temperature=1, response_format=_response_format())
     chat("tool call", temperature=1, tools=[{"type": "function", "function": _TOOL}], tool_choice="required")
+    messages = [{"role": "user", "content": prompt()}]
+    post("message", "/v1/messages", False, messages=messages, max_tokens=tokens(), temperature=0)
     post("response", "/v1/responses", True, input=prompt(), max_output_tokens=tokens(), temperature=0)
 
     post("embeddings", "/v1/embeddings", False, input=[prompt(), "a", prompt()])

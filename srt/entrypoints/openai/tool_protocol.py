@@ -12,7 +12,9 @@ from ...errors import InvalidRequest
 from ..wire import Wire, doc, only
 
 _STAYS = "a prefix stays cached until its memory is needed"
-CacheControl = Annotated[Any, only(_STAYS, {"type": "ephemeral"})]
+CacheControl = Annotated[
+    Any, only(_STAYS, {"type": "ephemeral"}, *({"type": "ephemeral", "ttl": ttl} for ttl in ("5m", "1h")))
+]
 """Anthropic's mark for the end of a prefix that is to be cached. Libraries send it to every server."""
 CacheBreakpoint = Annotated[Any, only(_STAYS, {"mode": "explicit"})]
 """OpenAI's mark for the same."""

@@ -11,7 +11,7 @@ from fake_http import CONTEXT_LEN, Site
 from field_tables import LIMITS, RETENTION
 from field_walks import NO_EFFECT, STREAM, Effect, Seen, Table, Walk, check, sampling, tokenizer
 
-from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.openai.responses_protocol import (
     InputItem,
     InputPart,

@@ -18,7 +18,19 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tercet.srt.entrypoints.admin import AbortBody
-from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.anthropic.messages_protocol import (
+    ContentBlock,
+    CountTokensBody,
+    InputMessage,
+    MessagesBody,
+    MessagesTool,
+    MessagesToolChoice,
+    OutputConfig,
+    OutputFormat,
+    ResultPart,
+    Thinking,
+)
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.native_protocol import GenerateBody, NativeSampling
 from tercet.srt.entrypoints.openai.chat_protocol import ChatBody, Message, TextPart
 from tercet.srt.entrypoints.openai.completion_protocol import CompletionBody
@@ -121,6 +133,20 @@ def objects(cls: type[Wire]) -> st.SearchStrategy[dict[str, Any]]:
         inner["text"] = objects(TextConfig)
         inner["reasoning"] = objects(ReasoningConfig)
         inner["stream_options"] = objects(ResponsesStreamOptions)
+    elif cls in (MessagesBody, CountTokensBody):
+        inner["messages"] = st.lists(objects(InputMessage), min_size=1, max_size=3)
+        inner["system"] = st.one_of(TEXTS, st.lists(objects(ResultPart), max_size=2))
+        inner["tools"] = st.lists(objects(MessagesTool), max_size=2)
+        inner["tool_choice"] = objects(MessagesToolChoice)
+        inner["thinking"] = objects(Thinking)
+        inner["output_config"] = objects(OutputConfig)
+    elif cls is OutputConfig:
+        inner["format"] = objects(OutputFormat)
+    elif cls is InputMessage:
+        inner["content"] = st.one_of(TEXTS, st.lists(objects(ContentBlock), max_size=3))
+    elif cls is ContentBlock:
+        inner["content"] = st.one_of(TEXTS, st.lists(objects(ResultPart), max_size=2))
+        inner["type"] = st.sampled_from(["text", "thinking", "tool_use", "tool_result"])
     elif cls is InputItem:
         inner["content"] = inner["output"] = st.one_of(TEXTS, st.lists(objects(InputPart), max_size=2))
         inner["type"] = st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])
@@ -161,6 +187,20 @@ BASES: dict[type[Wire], list[dict[str, Any]]] = {
         {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]},
     ],
     ResponsesBody: [{"input": "a"}, {"input": [{"role": "user", "content": "a"}]}],
+    MessagesBody: [{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}],
+    CountTokensBody: [{"messages": [{"role": "user", "content": "a"}]}],
+    InputMessage: [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}],
+    ContentBlock: [
+        {"type": "text", "text": "a"},
+        {"type": "thinking", "thinking": "a"},
+        {"type": "tool_use", "id": "c", "name": "a", "input": {}},
+        {"type": "tool_result", "tool_use_id": "c"},
+    ],
+    ResultPart: [{"type": "text", "text": "a"}],
+    MessagesTool: [{"name": "a", "input_schema": {}}],
+    MessagesToolChoice: [{"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "a"}],
+    Thinking: [{"type": "enabled", "budget_tokens": 1024}],
+    OutputFormat: [{"type": "json_schema", "schema": {"type": "object"}}],
     InputItem: [
         {"role": "user", "content": "a"},
         {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"},

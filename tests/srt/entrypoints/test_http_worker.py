@@ -15,8 +15,9 @@ from fake_http import FakeScheduler, make_manager, text_of
 
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.entrypoints import http_worker, routing
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.forwarded import WHOLE_SERVER, ParentEndpoints
-from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
+from tercet.srt.entrypoints.http_server import make_server
 from tercet.srt.entrypoints.http_worker import HttpWorker
 from tercet.srt.entrypoints.page import SCRIPT_PATHS
 from tercet.srt.entrypoints.watchdog import HangDetector
@@ -29,7 +30,17 @@ from tercet.srt.server_args import ServerArgs
 
 LOCAL = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score"),
-    *("/v1/rerank", "/v1/streams", "/v1/models", "/v1/models/{model:path}", "/tokenize", "/detokenize", "/version"),
+    *(
+        "/v1/rerank",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/streams",
+        "/v1/models",
+        "/v1/models/{model:path}",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+    ),
     *("/tokenizer_info", "/", "/web/style.css", SCRIPT_PATHS[0]),
 }
 """The endpoints that each worker answers itself."""

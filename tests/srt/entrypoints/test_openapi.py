@@ -15,8 +15,8 @@ from fake_http import Site
 from patience import PATIENCE_S
 
 import tercet
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.error_handlers import ErrorBody, ErrorEnvelope
-from tercet.srt.entrypoints.http_server import ENDPOINTS
 from tercet.srt.entrypoints.openapi import (
     answer_table,
     answer_types,
@@ -157,6 +157,7 @@ def test_every_endpoint_that_runs_a_model_has_a_tenant_a_priority_and_time_limit
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/messages",
         "/v1/embeddings",
         "/v1/score",
         "/v1/rerank",
@@ -165,7 +166,8 @@ def test_every_endpoint_that_runs_a_model_has_a_tenant_a_priority_and_time_limit
     for option in ("cache_salt", "priority", "waiting_timeout", "running_timeout"):
         assert set(named[f"`{option}`"].values()) == {"yes"}
     tenant, session = named["`tenant`"], named["`session_id`"]
-    assert tenant.pop("/generate") == "yes" and set(tenant.values()) == {"`user`"}
+    assert (tenant.pop("/generate"), tenant.pop("/v1/messages")) == ("yes", "`metadata.user_id`")
+    assert set(tenant.values()) == {"`user`"}
     assert session["/v1/responses"] == "yes" and session["/v1/score"] == "no"
 
 

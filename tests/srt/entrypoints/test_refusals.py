@@ -11,7 +11,7 @@ import pytest
 from fake_adapters import WITH_PIRATE
 from fake_http import Site, loaded_weights
 
-from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.native_protocol import NativeSampling
 from tercet.srt.entrypoints.openai.chat_protocol import TextPart
 from tercet.srt.entrypoints.openai.protocol import StreamOptions
@@ -26,6 +26,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [HI], "max_tokens": 1},
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [HI], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [HI]},
     "/v1/embeddings": {"input": "a"},
     "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [1]},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
@@ -39,6 +41,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/load_lora_adapter": {"lora_name": "other", "lora_path": "a"},
     "/unload_lora_adapter": {"lora_name": "pirate"},
 }
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 HONOURED: dict[str, Any] = {
     "truncation": "auto",
     "text": "b",
@@ -111,6 +114,10 @@ HONOURED: dict[str, Any] = {
     "structured_outputs": {"choice": ["a"]},
     "input": "b",
     "instructions": "S",
+    "system": "S",
+    "thinking": {"type": "enabled"},
+    "output_config": {"effort": "low"},
+    "stop_sequences": ["x"],
     "max_output_tokens": 1,
     "reasoning": {"effort": "low"},
     "query": "b",
@@ -145,6 +152,9 @@ OTHER_VALUES: dict[tuple[str, str], Any] = {
     ("/v1/chat/completions", "logprobs"): True,
     ("/v1/responses", "text"): {"format": {"type": "text"}},
     ("/v1/responses", "tools"): [{"type": "function", "name": "f"}],
+    ("/v1/messages", "metadata"): {"user_id": "me"},
+    **{(path, "tools"): [{"name": "f", "input_schema": {}}] for path in MESSAGES},
+    **{(path, "tool_choice"): {"type": "auto"} for path in MESSAGES},
 }
 """A good value of a field that differs between endpoints."""
 OUTLANDISH = {"not": ["a", "value"]}

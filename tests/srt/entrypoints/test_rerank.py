@@ -12,7 +12,7 @@ from field_walks import Table, Walk, check
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.rerank import RerankBody, RerankDocument
 from tercet.srt.io_struct import AbortFinish

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from breakable_http import Connection, events_in
 from fake_http import Site, loaded_weights
-from resumed_sites import SETTINGS, WORDS, ask, begun, go_on, kill, make_site, read, said, saved_of
+from resumed_sites import LAST, SETTINGS, WORDS, ask, begun, go_on, kill, make_site, read, said, saved_of
 
 from tercet.srt.weight_messages import UpdateWeightsReq
 
@@ -21,6 +21,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, "max_tokens": 9, "n": 2, "logprobs": True, "return_token_ids": True}),
     ("/v1/chat/completions", {**CHAT, "max_tokens": 30, "tools": [TOOL], "stop": ["zzz"]}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 9}),
+    ("/v1/messages", {**CHAT, "max_tokens": 9}),
     ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 9, "n": 2}, "return_logprob": True}),
     (
         "/generate",
@@ -58,7 +59,7 @@ def test_a_stream_goes_on_after_the_death_of_its_server(
         got += site.run(go_on(site, got, cut))
         file = kill(site, file)
     numbers = [int(one.partition(b"/")[2]) for one, _ in got]
-    assert numbers == list(range(1, len(got) + 1)) and got[-1][1] == b"data: [DONE]"
+    assert numbers == list(range(1, len(got) + 1)) and got[-1][1].endswith(LAST)
     plain = Site(resume_grace=60.0)
     plain.scheduler.words = WORDS
     plain.scheduler.gate = True

@@ -33,9 +33,10 @@ def test_every_path_may_end_with_a_slash() -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_client_for_azure_sends_an_api_version(site: Site, path: str) -> None:
+def test_query_parameters_of_other_services_have_no_effect(site: Site, path: str) -> None:
     assert site.post(f"{path}?api-version=2024-10-21", BODIES[path]).status_code == 200
     assert site.get("/v1/models?api-version=2024-10-21").status_code == 200
+    assert site.post(f"{path}?beta=true", BODIES[path]).status_code == 200, "a client for Anthropic's API sends it"
     assert error_of(site.post(f"{path}?api_version=1", BODIES[path]))["param"] == "api_version"
 
 

@@ -16,8 +16,9 @@ from fake_http import FakeScheduler, make_manager
 from patience import PATIENCE_S
 
 from tercet.srt.entrypoints import http_workers, worker_link
+from tercet.srt.entrypoints.endpoints import ENDPOINTS
 from tercet.srt.entrypoints.forwarded import ParentEndpoints
-from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
+from tercet.srt.entrypoints.http_server import make_server
 from tercet.srt.entrypoints.http_workers import HttpWorkers
 from tercet.srt.entrypoints.watchdog import HangDetector
 from tercet.srt.entrypoints.worker_link import ServedEngine, Worker
