@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ..srt.errors import GrammarNotChecked, TercetError
-from ..srt.grammar_spec import GrammarSpec
+from ..srt.grammar_spec import ANYTHING, GrammarSpec
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarState, Vocabulary, compile_and_check, invalid
-from .reasoned_grammar import ReasonedGrammar
+from .reasoned_grammar import AnyGrammar, ReasonedGrammar
 from .req import Req
 
 logger = logging.getLogger(__name__)
@@ -151,8 +151,11 @@ class GrammarLoader:
 
     def _compile(self, spec: GrammarSpec) -> Grammar | TercetError:
         try:
-            if self._compiler is None:
+            if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
+            if spec == ANYTHING:
+                return AnyGrammar()
+            if self._compiler is None:
                 self._compiler = self._make_compiler(self._vocabulary)
             return compile_and_check(self._compiler, spec, self.num_words)
         except TercetError as error:

@@ -64,7 +64,7 @@ class RequestQueues:
             self.interrupted[req] = None
         for tell in self.on_wait:
             tell(req)
-        self.num_constrained += req.sampling.grammar is not None
+        self.num_constrained += req.options.grammar is not None
         self.num_with_hidden += req.hidden is not None
 
     @property
@@ -100,7 +100,7 @@ class RequestQueues:
         req.stage = Stage.FINISHED
         del self._live[req.rid]
         self.interrupted.pop(req, None)
-        self.num_constrained -= req.sampling.grammar is not None
+        self.num_constrained -= req.options.grammar is not None
         self.num_with_hidden -= req.hidden is not None
 
     def _leave(self, req: Req) -> None:

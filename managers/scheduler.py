@@ -227,7 +227,7 @@ class Scheduler:
             if message.resumed is None:  # a resumed request was accepted before
                 self._queue_limits.check_wait(req)
                 self._make_place_for(req)
-            grammar = req.sampling.grammar
+            grammar = req.options.grammar
             if grammar is not None:
                 self._grammars.attach(req, grammar)
         except Exception as error:

@@ -58,7 +58,7 @@ def fill_masks(
 
 def grammar_error(req: Req, error: GrammarFailed) -> TercetError:
     """The error of a request whose grammar cannot continue."""
-    spec = req.sampling.grammar
+    spec = req.options.grammar
     assert spec is not None
     message = f"the grammar cannot be followed after {len(req.output_ids)} tokens of output: {error}"
     return InvalidRequest(message, param=spec.kind)

@@ -17,22 +17,28 @@ MAX_GRAMMAR_BYTES = 1 << 17
 class GrammarSpec(msgspec.Struct, frozen=True):
     """What a request's output must match. Equal specs share one compiled grammar."""
 
-    kind: GrammarKind
-    """The field of SamplingParams that `text` comes from."""
+    kind: GrammarKind | Literal["anything"]
+    """The field of SamplingParams that `text` comes from; "anything": see ANYTHING."""
     text: str
     """A JSON schema or a structural tag as JSON, a regular expression, or a grammar in EBNF."""
+
+
+ANYTHING = GrammarSpec("anything", "")
+"""Allows every output. With it, a request without a grammar can have a limit on its reasoning."""
 
 
 class ReasoningSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """The reasoning that comes before the text of a grammar. Each mark is one token.
 
     starts, ends: ids of the tokens that begin and end reasoning. inside: the output begins within reasoning; otherwise
-    its first token may begin it.
+    its first token may begin it. max_tokens: the most tokens between the marks; then `ends[0]` must come. None: no
+    limit.
     """
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     inside: bool = False
+    max_tokens: int | None = None
 
 
 class CheckGrammarReq(msgspec.Struct, frozen=True, tag="check_grammar"):

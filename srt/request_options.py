@@ -18,7 +18,7 @@ import msgspec
 
 from .adapters import AdapterRef, namespace_of
 from .errors import InvalidRequest
-from .grammar_spec import ReasoningSpan
+from .grammar_spec import ANYTHING, GrammarSpec, ReasoningSpan
 from .logprobs import LogprobOptions
 from .sampling_params import SamplingParams
 from .settings.checks import MAX_RETENTION_S
@@ -63,7 +63,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """None: no embedding is computed. Otherwise the last output has the embedding, if nothing failed."""
 
     reasoning: ReasoningSpan | None = None
-    """The reasoning before the text of the grammar. None: the grammar begins with the first token."""
+    """The reasoning before the text of the grammar. None: the grammar begins with the first token. Without a grammar,
+    it has a limit."""
 
     shown_tokens: list[int] = []
     """Special tokens that the text has even with `skip_special_tokens`: the marks of tool calls and reasoning."""
@@ -84,6 +85,13 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(
                 f"retention_seconds must be in [0, {MAX_RETENTION_S:g}], got {seconds:g}", param="retention_seconds"
             )
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the output must match: the grammar of `sampling`, or ANYTHING if only the reasoning has a limit."""
+        if self.sampling.grammar is None and self.reasoning is not None and self.reasoning.max_tokens is not None:
+            return ANYTHING
+        return self.sampling.grammar
 
     @property
     def namespace(self) -> str:

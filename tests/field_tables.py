@@ -130,6 +130,7 @@ CHAT: Table = {
     "parallel_tool_calls": (False, lambda seen: len(calls_of(seen)) == 1),
     "separate_reasoning": (False, lambda seen: message_of(seen)["content"].startswith("hm</think>")),
     "stream_reasoning": (False, lambda seen: [text for text in thoughts_of(seen) if text] == ["hm"]),
+    "thinking_token_budget": (5, lambda seen: seen.answer["error"]["param"] == "thinking_token_budget"),
     "reasoning_effort": ("high", lambda seen: seen.prompt.endswith("<assistant>(high)")),
 }
 MESSAGE: Table = {

@@ -45,20 +45,25 @@ def constrained_output(
     max_new_tokens: int,
     vocab_size: int,
     *,
-    grammar: int,
+    grammar: int | None,
     eos_ids: frozenset[int],
     stop_ids: frozenset[int] = frozenset(),
     min_new_tokens: int = 0,
     ignore_eos: bool = False,
     reasoning: ReasoningSpan | None = None,
 ) -> list[int]:
-    """The output that a request with the grammar must get with any schedule."""
+    """The output that a request with the grammar must get with any schedule. None: it may be anything."""
     output: list[int] = []
     while len(output) < max_new_tokens:
         thoughts = 0 if reasoning is None else num_thoughts(output, reasoning)
-        allowed = allowed_after(output[thoughts or 0 :], grammar, vocab_size, eos_ids)
+        allowed = np.ones(vocab_size, bool)
+        if grammar is not None:
+            allowed = allowed_after(output[thoughts or 0 :], grammar, vocab_size, eos_ids)
         if thoughts is None:
-            allowed = np.array([token not in eos_ids for token in range(vocab_size)])
+            assert reasoning is not None
+            allowed = np.array([grammar is None or token not in eos_ids for token in range(vocab_size)])
+            if len(output) - (not reasoning.inside) == reasoning.max_tokens:
+                allowed = np.arange(vocab_size) == reasoning.ends[0]
         elif reasoning is not None and not output and not reasoning.inside:
             allowed[list(reasoning.starts)] = True
         bars = [(min_new_tokens, eos_ids | stop_ids), (max_new_tokens if ignore_eos else 0, eos_ids)]

@@ -24,7 +24,8 @@ from tercet.srt.sampling_params import SamplingParams
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "40"))
 VOCAB = 40
 EOS = frozenset({7, 11})
-SPANS = [ReasoningSpan((20, 21), (5, 6, 13, 25), inside) for inside in (False, True)]
+SPANS = [ReasoningSpan((20, 21), (5, 6, 13, 25), inside, most) for inside in (False, True) for most in (None, 0, 3)]
+LIMITS = [span for span in SPANS if span.max_tokens is not None]
 
 rigs = st.fixed_dictionaries(
     {
@@ -44,14 +45,18 @@ rigs = st.fixed_dictionaries(
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompt and sampling parameters of each request; about half have a grammar."""
+    """Prompt and sampling parameters of each request; about half have a grammar, and some only a limit of reasoning."""
     family = draw(st.lists(st.integers(0, 3), min_size=4, max_size=40))
     found = {}
     for index in range(draw(st.integers(1, 12))):
         most = draw(st.integers(1, 24))
         sampling: dict[str, Any] = {"max_new_tokens": most, "sampling_seed": draw(st.integers(0, 3))}
-        if draw(st.booleans()):
-            sampling["regex"] = str(draw(st.integers(0, 3)))
+        grammar = draw(st.sampled_from([None, None, None, "anything", 0, 1, 2, 3]))
+        if grammar == "anything":
+            sampling["reasoning"] = draw(st.sampled_from(LIMITS))
+            sampling["min_new_tokens"] = draw(st.sampled_from([0, 0, min(5, most)]))
+        elif grammar is not None:
+            sampling["regex"] = str(grammar)
             sampling["min_new_tokens"] = draw(st.sampled_from([0, 0, min(5, most)]))
             sampling["ignore_eos"] = draw(st.booleans())
             sampling["stop_token_ids"] = draw(st.sampled_from([[], [], [3]]))
@@ -62,18 +67,18 @@ def requests(draw: st.DrawFn) -> dict[str, tuple[list[int], dict[str, Any]]]:
 
 def expected(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
     most, seed = sampling["max_new_tokens"], sampling["sampling_seed"]
-    if "regex" not in sampling:
+    if "regex" not in sampling and "reasoning" not in sampling:
         return expected_output(prompt, seed, most, VOCAB, EOS)
     return constrained_output(
         prompt,
         seed,
         most,
         VOCAB,
-        grammar=int(sampling["regex"]),
+        grammar=int(sampling["regex"]) if "regex" in sampling else None,
         eos_ids=EOS,
-        stop_ids=frozenset(sampling["stop_token_ids"]),
+        stop_ids=frozenset(sampling.get("stop_token_ids", ())),
         min_new_tokens=sampling["min_new_tokens"],
-        ignore_eos=sampling["ignore_eos"],
+        ignore_eos=sampling.get("ignore_eos", False),
         reasoning=sampling.get("reasoning"),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -16,7 +17,7 @@ from ..openai.chat import CHAT_CODEC, render_chat, run_chat
 from ..openai.chat_protocol import ChatBody
 from ..openai.common import usage_of
 from ..openai.planned_format import PlannedFormat
-from ..openai.tools import AnswerPlan, plan_answer
+from ..openai.tools import AnswerPlan, limits_reasoning, plan_answer
 from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large, json_response
 from ..sse import event
@@ -43,6 +44,7 @@ _THEIR_NAMES = {
     "response_format": "output_config.format",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
+    "thinking_token_budget": "thinking.budget_tokens",
     "prompt": "messages",
 }
 """The fields of a chat that have another name in this API. Of two that begin alike, the longer comes first."""
@@ -55,6 +57,8 @@ async def messages(server: Server, request: Request, body: MessagesBody) -> ASGI
     name = f"msg_{names.hex()}"
     try:
         chat = await in_thread_if_large(request, _chat, body, name)
+        if not limits_reasoning(server.manager):  # clients send a budget to every model
+            chat = msgspec.structs.replace(chat, thinking_token_budget=None)
         return await run_chat(
             server,
             request,

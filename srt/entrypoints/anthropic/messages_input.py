@@ -42,6 +42,7 @@ def chat_of(body: CountTokensBody) -> dict[str, Any]:
     chat["messages"] = messages = _messages(body)
     chat["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
     chat["chat_template_kwargs"] = _template_kwargs(body)
+    chat["thinking_token_budget"] = body.thinking and body.thinking.budget_tokens
     chat["tools"] = [
         {
             "type": "function",

@@ -94,7 +94,8 @@ class Thinking(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         ),
     ]
     budget_tokens: Annotated[
-        Int64 | None, doc("It has no effect: `max_tokens` limits reasoning and answer together")
+        Int32 | None,
+        doc("As `thinking_token_budget` of /v1/chat/completions; no effect where that is not possible"),
     ] = None
     display: Annotated[
         Literal["summarized", "omitted"] | None,

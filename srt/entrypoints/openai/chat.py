@@ -43,7 +43,7 @@ from .planned_format import PlannedFormat
 from .protocol import CompletionTokensDetails, Usage
 from .structured import grammar_field
 from .tool_protocol import GivenToolCall
-from .tools import AnswerPlan, constrained, plan_answer, see_marks
+from .tools import AnswerPlan, constrained, limits_reasoning, plan_answer, see_marks
 
 CHAT_CODEC = BodyCodec(ChatBody)
 
@@ -84,6 +84,7 @@ async def run_chat(
         parallel=body.parallel_tool_calls,
         separate_reasoning=body.separate_reasoning,
         stream_reasoning=body.stream_reasoning,
+        most_thoughts=_most_thoughts(server, body),
     )
     body, plan = await in_thread_if_large(request, constrained, body, plan)
     sampling = await _sampling(server, request, body, plan)
@@ -152,6 +153,23 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
 def _logprobs(body: ChatBody) -> LogprobOptions | None:
     top = check_top(body.top_logprobs or 0, "top_logprobs")
     return LogprobOptions(top_logprobs_num=top) if body.logprobs else None
+
+
+def _most_thoughts(server: Server, body: ChatBody) -> int | None:
+    """The most tokens of reasoning; None: no limit."""
+    most = body.thinking_token_budget
+    if most is None:
+        return None
+    name = "thinking_token_budget"
+    if most < 0:
+        raise InvalidRequest(f"{name} must be at least 0, got {most}", param=name)
+    if not limits_reasoning(server.manager):
+        raise UnsupportedField(
+            f"{name} needs a server with --reasoning-parser, and a model whose reasoning ends with a token", param=name
+        )
+    if body.separate_reasoning is False:
+        raise InvalidRequest(f"{name} is not possible with separate_reasoning: false", param=name)
+    return most
 
 
 def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:

@@ -133,6 +133,13 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
         bool | None,
         doc("Stream reasoning while it is written, default true; false: in one chunk; no effect without the parser"),
     ] = None
+    thinking_token_budget: Annotated[
+        Int32 | None,
+        doc(
+            "Maximum number of tokens of the reasoning, then the token that ends it follows; default: no limit; needs "
+            "--reasoning-parser, and a model whose reasoning ends with a token"
+        ),
+    ] = None
     verbosity: Annotated[Any, only("the verbosity of answers cannot be set", "medium")] = None
     web_search_options: Annotated[Any, only("web search is not supported")] = None
     moderation: Annotated[Any, only("moderation is not supported")] = None

@@ -15,7 +15,7 @@ from ...grammar_spec import ReasoningSpan
 from ...sampling_params import SamplingParams
 from ...text.answer.answer_parser import AnswerFormat
 from ...text.answer.constraint import calls_or, format_under_grammar, may_call, may_stand_beside_calls, must_call
-from ...text.answer.reasoning import HARMONY
+from ...text.answer.reasoning import HARMONY, REASONING_FORMATS
 from ...text.answer.tool_formats import TOOL_FORMATS, detect_tool_format
 from ...text.answer.tools import Functions
 from ...text.tokenizer import Tokenizer
@@ -50,8 +50,11 @@ class AnswerPlan(NamedTuple):
     """The functions whose calls follow their schemas."""
     is_closed: bool = False
     """The constraint has no room for free text."""
+    most_thoughts: int | None = None
+    """The most tokens of reasoning. None: no limit."""
     before_grammar: ReasoningSpan | None = None
-    """The reasoning before the text of the grammar. None: the grammar begins with the first token, or there is none."""
+    """The reasoning before the text of the grammar, or with a limit. None: the grammar begins with the first token, or
+    there is neither."""
     shown_tokens: tuple[int, ...] = ()
     """The special tokens that the reader must see."""
 
@@ -64,8 +67,12 @@ def plan_answer(
     parallel: bool | None = None,
     separate_reasoning: bool | None = None,
     stream_reasoning: bool | None = None,
+    most_thoughts: int | None = None,
 ) -> AnswerPlan:
-    """The plan of a request. Raises InvalidRequest and UnsupportedField."""
+    """The plan of a request. Raises InvalidRequest and UnsupportedField.
+
+    `most_thoughts`: see AnswerPlan. It needs `limits_reasoning`, and reasoning that is separated.
+    """
     offered = _check_functions(functions)
     mode, names = _check_choice(choice, offered)
     reasoning = manager.server_args.reasoning_parser
@@ -84,7 +91,7 @@ def plan_answer(
         most_calls=1 if parallel is False else None,
     )
     strict = tuple(name for name in names if offered[name].strict)
-    plan = AnswerPlan(tools, form, stream_reasoning is False, content_only, strict=strict)
+    plan = AnswerPlan(tools, form, stream_reasoning is False, content_only, strict=strict, most_thoughts=most_thoughts)
     if tool_format is None:
         return plan
     written = format_under_grammar(tool_format, form.functions, strict if mode == "auto" else names)
@@ -114,6 +121,15 @@ def plan_answer(
         constrained_by="tools" if mode == "auto" and not excludes else "tool_choice",
         is_closed=mode != "auto",
     )
+
+
+def limits_reasoning(manager: TokenizerManager) -> bool:
+    """Whether reasoning can have a limit: the server separates it, and single tokens of the model end it."""
+    form, tokenizer = REASONING_FORMATS.get(manager.server_args.reasoning_parser or ""), manager.inputs.tokenizer
+    if form is None or tokenizer is None:
+        return False
+    ends = map(tokenizer.token_to_id, form.ends)
+    return all(token is not None and token < manager.facts.vocab_size for token in ends)
 
 
 def constrained(body: ChatBody, plan: AnswerPlan) -> tuple[ChatBody, AnswerPlan]:
@@ -166,8 +182,9 @@ def see_marks(plan: AnswerPlan, sampling: SamplingParams, tokenizer: Tokenizer |
         return plan
     ends = map(tokenizer.token_to_id, form.reasoning_ends())
     plan = plan._replace(reasoning_ends=frozenset(token for token in ends if token is not None))
-    if sampling.grammar is not None:
+    if sampling.grammar is not None or plan.most_thoughts is not None:
         form, span = _under_grammar(plan, form, sampling, tokenizer)
+        span = span and msgspec.structs.replace(span, max_tokens=plan.most_thoughts)
         plan = plan._replace(form=form, before_grammar=span)
     marks = form.marks()
     if not sampling.skip_special_tokens or not marks & tokenizer.special_texts:

@@ -178,7 +178,7 @@ WALKS = [
     Walk(PATH, Metadata, {"user_id": ("me", BODY["metadata"][1])}, lambda name, value: body("metadata", {name: value})),
 ]
 LABELS = {"signature", "eager_input_streaming", "budget_tokens"}
-"""Fields without an effect."""
+"""Fields without an effect. test_reasoned_answers.py has `budget_tokens`."""
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_http import Site, byte_tokenizer
+from fake_http import VOCAB_SIZE, Site, byte_tokenizer
 
-from tercet.srt.grammar_spec import ReasoningSpan
+from tercet.srt.grammar_spec import ANYTHING, ReasoningSpan
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -64,6 +64,45 @@ def test_a_grammar_begins_after_the_reasoning(site: Site, fields: dict[str, Any]
     assert site.scheduler.received[-1].options.sampling.grammar is not None
     site.good(CHAT, ASK)
     assert span_of(site) is None, "without a grammar"
+
+
+def test_the_reasoning_may_have_a_limit(site: Site) -> None:
+    site.scheduler.say("I think", "</think>", "{}")
+    limited = ReasoningSpan((THINK,), (UNTHINK,), inside=True, max_tokens=5)
+    for fields in ({}, *JSON_WAYS, {"tools": TOOLS, "tool_choice": "required"}):
+        assert message_of(site, **fields, thinking_token_budget=5)[1] == "I think"
+        assert span_of(site) == limited
+    options = site.scheduler.received[-1].options
+    assert options.grammar == options.sampling.grammar
+    site.good(CHAT, {**ASK, "thinking_token_budget": 0})
+    options = site.scheduler.received[-1].options
+    assert options.reasoning is not None and options.reasoning.max_tokens == 0 and options.grammar == ANYTHING
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    site.good("/v1/messages", {**ASK, "max_tokens": 9, "thinking": thinking})
+    assert span_of(site) == limited
+    site.good(CHAT, {**ASK, "thinking_token_budget": 5, "chat_template_kwargs": {"mood": "</think>"}})
+    assert span_of(site) is None and site.scheduler.received[-1].options.grammar is None, "there is no reasoning"
+
+
+def test_where_reasoning_can_have_no_limit(site: Site) -> None:
+    plain, granite = Site(), site_of("granite")  # marks that are no tokens
+    beyond = site_of("qwen3")  # the token has no logit
+    beyond.manager.inputs.tokenizer.token_to_id = {"</think>": VOCAB_SIZE}.get  # type: ignore[union-attr, method-assign]
+    body = {**ASK, "thinking_token_budget": 5}
+    for one in (plain, granite, beyond):
+        error = one.refused(CHAT, body)
+        assert (error["param"], error["code"]) == ("thinking_token_budget", "unsupported_field")
+        one.good("/v1/messages", {**ASK, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 5}})
+        assert span_of(one) is None, "clients send a budget to every model"
+        one.close()
+    assert "separate_reasoning" in site.refused(CHAT, {**body, "separate_reasoning": False})["message"]
+    assert "at least 0" in site.refused(CHAT, {**body, "thinking_token_budget": -1})["message"]
+    thinking = {"type": "enabled", "budget_tokens": -1}
+    error = site.refused("/v1/messages", {**ASK, "max_tokens": 2, "thinking": thinking})
+    assert (error["param"], error["message"]) == (
+        "thinking.budget_tokens",
+        "thinking.budget_tokens must be at least 0, got -1",
+    )
 
 
 def test_a_response_with_a_format_has_reasoning_and_text(site: Site) -> None:
