@@ -13,7 +13,9 @@ from tercet.srt.entrypoints.wire import Wire, fields_of
 from tercet.srt.io_struct import GenerateReq, unpack_ids
 from tercet.srt.text.tokenizer import Tokenizer
 
-NO_EFFECT = {"metadata", "prompt_cache_key", "safety_identifier", "index", "parsed", "parsed_arguments"}
+NO_EFFECT = {
+    *("metadata", "client_metadata", "prompt_cache_key", "safety_identifier", "index", "parsed", "parsed_arguments")
+}
 BY_THEMSELVES = {"messages", "sampling_params", "stream_options", "response_format", "structured_outputs"}
 """Objects: their own fields are in tables of their own."""
 BOS = 257

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from msgspec import UNSET
 
 from ...text.answer.answer_text import Arguments, CallStart, Content, Part, Reasoning
 from ..request_names import RequestNames
@@ -24,11 +26,14 @@ Tell = Callable[..., None]
 class _Item:
     """The item that is being written."""
 
-    def __init__(self, kind: type[Part], index: int, item_id: str, name: str, call_id: str) -> None:
+    def __init__(
+        self, kind: type[Part], index: int, item_id: str, name: str, call_id: str, namespace: str | None
+    ) -> None:
         self.id = item_id
         self.kind = kind
         self.index = index
         self.name = name
+        self.namespace = UNSET if namespace is None else namespace
         self.call_id = call_id
         self.pieces: list[str] = []
 
@@ -39,7 +44,7 @@ class _Item:
     def item(self, status: ItemStatus) -> OutputItem:
         begun = status == "in_progress"
         if self.kind is CallStart:
-            return FunctionCallItem(self.id, self.call_id, self.name, self.text, status)
+            return FunctionCallItem(self.id, self.call_id, self.name, self.text, status, self.namespace)
         if self.kind is Reasoning:
             return ReasoningItem(self.id, [], [] if begun else [ReasoningText(self.text)], status)
         return OutputMessage(self.id, status, "assistant", [] if begun else [OutputText(self.text, [], [])])
@@ -51,11 +56,19 @@ class _Item:
 class OutputItems:
     """Give it the parts in order. `tell` is called with every event; `names` names items, and `call_id` a call."""
 
-    def __init__(self, tell: Tell, names: RequestNames, call_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        tell: Tell,
+        names: RequestNames,
+        call_id: Callable[[], str],
+        in_namespaces: Mapping[str, tuple[str, str]],
+    ) -> None:
+        """`in_namespaces`: namespace and name of the functions in namespaces, by the names that the model reads."""
         self.done: list[OutputItem] = []
         self._tell = tell
         self._names = names
         self._call_id = call_id
+        self._in_namespaces = in_namespaces
         self._open: _Item | None = None
 
     def add(self, parts: Iterable[Part]) -> None:
@@ -83,7 +96,8 @@ class OutputItems:
         prefix = {Content: "msg", Reasoning: "rs", CallStart: "fc"}[kind]
         item_id = f"{prefix}_{self._names.hex()}"
         call_id = self._call_id() if kind is CallStart else ""
-        self._open = item = _Item(kind, len(self.done), item_id, name, call_id)
+        namespace, name = self._in_namespaces.get(name, (None, name))
+        self._open = item = _Item(kind, len(self.done), item_id, name, call_id, namespace)
         self._tell("response.output_item.added", output_index=item.index, item=item.item("in_progress"))
         if kind is not CallStart:
             self._about(item, "response.content_part.added", content_index=0, part=item.part())

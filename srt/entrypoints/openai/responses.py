@@ -34,8 +34,8 @@ from .responses_answer import (
     ResponseStatus,
     ResponseUsage,
 )
-from .responses_input import chat_of
-from .responses_protocol import ResponsesBody, ResponsesToolChoice
+from .responses_input import chat_of, functions_of
+from .responses_protocol import ResponsesBody, ResponsesTool, ResponsesToolChoice
 from .tools import AnswerPlan
 
 RESPONSES_CODEC = BodyCodec(ResponsesBody)
@@ -102,7 +102,7 @@ class _ResponsesFormat(PlannedFormat):
         self._sampling = sampling
         self._truncation: Literal["auto", "disabled"] = "auto" if truncates else "disabled"
         self._name = name
-        self._tools = [_repeated(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+        self._tools = [_repeated(_as_given(tool), f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
         self._format = _repeated((body.text and body.text.format) or {"type": "text"}, "text.format")
         self._events: list[bytes] = []
         self._num_events = 0
@@ -110,7 +110,12 @@ class _ResponsesFormat(PlannedFormat):
 
     def begin(self, samples: Sequence[Sample]) -> None:
         super().begin(samples)
-        self._items = OutputItems(self._tell, self._names, self._readers[0].call_id)
+        in_namespaces = {
+            name: (place.namespace.name, place.function.name)
+            for name, place in functions_of(self._body)
+            if place.namespace is not None
+        }
+        self._items = OutputItems(self._tell, self._names, self._readers[0].call_id, in_namespaces)
         self._tell("response.created", response=self._response("in_progress"))
         self._tell("response.in_progress", response=self._response("in_progress"))
 
@@ -229,6 +234,12 @@ def _repeated(given: Any, param: str) -> msgspec.Raw:
         return msgspec.Raw(_encode(given))
     except RecursionError:
         raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+
+
+def _as_given(tool: ResponsesTool) -> dict[str, Any]:
+    """A tool, without the fields that the other type has."""
+    others = ("tools",) if tool.type == "function" else ("parameters", "strict")
+    return {name: getattr(tool, name) for name in tool.__struct_fields__ if name not in others}
 
 
 def _choice_as_given(choice: ResponsesToolChoice | str | None) -> Any:

@@ -41,6 +41,7 @@ class FunctionCallItem(msgspec.Struct, frozen=True, tag="function_call", tag_fie
     name: Annotated[str, doc("Name of the function")]
     arguments: Annotated[str, doc("The arguments as JSON text, as in /v1/chat/completions")]
     status: Annotated[ItemStatus, doc("Whether the item is complete")]
+    namespace: Annotated[str | UnsetType, doc("Namespace of the function, if it is in one")] = UNSET
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning", tag_field=_TYPE):

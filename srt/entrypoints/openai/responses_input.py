@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
 from ..wire import shown
-from .responses_protocol import InputItem, InputPart, ResponsesBody, ResponsesToolChoice
+from .responses_protocol import (
+    InputItem,
+    InputPart,
+    ResponsesBody,
+    ResponsesFunction,
+    ResponsesTool,
+    ResponsesToolChoice,
+)
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "frequency_penalty", "presence_penalty", "parallel_tool_calls",
@@ -17,13 +24,13 @@ _SAME = (
 """Fields that a chat has under the same name."""
 _FIELDS = {
     "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
+    "function_call": ("call_id", "name", "arguments", "namespace"),
     "function_call_output": ("call_id", "output"),
     "reasoning": ("content", "summary"),
 }
 """The fields of each kind of item."""
 _ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))
-_OPTIONAL = {"reasoning": _FIELDS["reasoning"]}
+_OPTIONAL = {"reasoning": _FIELDS["reasoning"], "function_call": ("namespace",)}
 
 
 def chat_of(body: ResponsesBody) -> dict[str, Any]:
@@ -45,19 +52,45 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
         {
             "type": "function",
             "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
+                "name": name,
+                "description": _description(place.namespace, place.function),
+                "parameters": place.function.parameters,
+                "strict": place.function.strict,
             },
         }
-        for tool in body.tools or ()
+        for name, place in functions_of(body)
     ]
     choice = body.tool_choice
     chat["tool_choice"] = _tool_choice(choice) if isinstance(choice, ResponsesToolChoice) else choice
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _response_format(body.text.format)
     return chat
+
+
+class FunctionPlace(NamedTuple):
+    """A function, and the namespace that it is in; None: in none."""
+
+    namespace: ResponsesTool | None
+    function: ResponsesTool | ResponsesFunction
+
+
+def functions_of(body: ResponsesBody) -> Iterator[tuple[str, FunctionPlace]]:
+    """All functions, with the names that the model reads."""
+    for tool in body.tools or ():
+        if tool.tools is None:
+            yield tool.name, FunctionPlace(None, tool)
+        else:
+            for function in tool.tools:
+                yield _full_name(tool.name, function.name), FunctionPlace(tool, function)
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _description(namespace: ResponsesTool | None, function: ResponsesTool | ResponsesFunction) -> str | None:
+    texts = [one.description for one in (namespace, function) if one is not None and one.description]
+    return "\n\n".join(texts) or function.description
 
 
 def _tool_choice(choice: ResponsesToolChoice) -> dict[str, Any]:
@@ -129,9 +162,10 @@ class _ItemReader:
         assert item.call_id is not None and item.name is not None
         if not self.messages or self.messages[-1]["role"] != "assistant" or self._reasoning:
             self._add("assistant", None)
-        call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+        name = _full_name(item.namespace, item.name)
+        call = {"id": item.call_id, "function": {"name": name, "arguments": item.arguments}}
         self.messages[-1].setdefault("tool_calls", []).append(call)
-        self._names[item.call_id] = item.name
+        self._names[item.call_id] = name
 
     def _add(self, role: str, content: str | None) -> None:
         message: dict[str, Any] = {"role": role, "content": content}

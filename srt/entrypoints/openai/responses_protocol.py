@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from ...errors import InvalidRequest
 from ..wire import TEXT_ONLY, Int64, Wire, doc, only
 from .protocol import CacheSalt, LoraPath, Priority, RetentionSeconds, RunningTimeout, SessionId, User, WaitingTimeout
-from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check_choice_fields
+from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check_fields_of_type
 
 _NOT_STORED = "answers are not stored"
 _NO_SUMMARY = "reasoning is sent as text, without a summary; `auto` leaves the choice to the server"
@@ -14,6 +15,12 @@ _NOT_INCLUDED = (
     "no further contents are available; reasoning needs no encryption, because it is sent, and taken back, as text"
 )
 _NO_LOGPROBS = "log probabilities are not implemented in this API"
+
+
+Parameters = Annotated[
+    dict[str, Any] | None, doc("JSON Schema of the arguments, of type object; default: no arguments")
+]
+Strict = Annotated[bool | None, doc("As in /v1/chat/completions; default false")]
 
 
 class InputPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -55,22 +62,46 @@ class InputItem(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Literal["in_progress", "completed", "incomplete"] | None, doc("It has no effect: the text says what there is")
     ] = None
     phase: Annotated[Any, only("phases of an answer are not supported")] = None
-    namespace: Annotated[Any, only("namespaces of functions are not supported")] = None
+    namespace: Annotated[str | None, doc("The namespace of the called function")] = None
     caller: Annotated[Any, only("only the model calls functions")] = None
     async_: Annotated[Any, only("calls are not asynchronous; the openai library writes `async` so", False)] = None
     encrypted_content: Annotated[Any, only("reasoning is sent as text")] = None
 
 
-class ResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ResponsesFunction(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A function that the model may call."""
 
-    type: Annotated[Literal["function"], doc("Always `function`; tools that a server runs are not supported")]
-    name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`")]
+    type: Annotated[Literal["function"], doc("Always `function`")]
+    name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`, with the namespace and `__` before them")]
     description: Annotated[str | None, doc("What the function does; the model reads it")] = None
-    parameters: Annotated[
-        dict[str, Any] | None, doc("JSON Schema of the arguments, of type object; default: no arguments")
+    parameters: Parameters = None
+    strict: Strict = None
+
+
+class ResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call, or a namespace of functions."""
+
+    type: Annotated[
+        Literal["function", "namespace"], doc("`namespace`: with `tools`; tools that a server runs are not supported")
+    ]
+    name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`")]
+    description: Annotated[
+        str | None,
+        doc("What the function does; the model reads it. That of a namespace is read before that of each function"),
     ] = None
-    strict: Annotated[bool | None, doc("As in /v1/chat/completions; default false")] = None
+    parameters: Parameters = None
+    strict: Strict = None
+    tools: Annotated[
+        list[ResponsesFunction] | None,
+        doc("The functions of a namespace. The model reads their names as `NAMESPACE__NAME`"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields_of_type(self, {"namespace": ("tools",)})
+        for name in ("parameters", "strict"):
+            if self.type == "namespace" and getattr(self, name) is not None:
+                raise InvalidRequest(f"{name} is not allowed with type namespace", param=name)
 
 
 class NamedResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -97,7 +128,7 @@ class ResponsesToolChoice(Wire, kw_only=True, frozen=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice_fields(self, {"function": ("name",), "allowed_tools": ("mode", "tools")})
+        check_fields_of_type(self, {"function": ("name",), "allowed_tools": ("mode", "tools")})
 
 
 class TextConfig(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -152,6 +183,9 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     metadata: Annotated[dict[str, str] | None, doc("Labels for the client's own use; the answer repeats them")] = None
     user: User = None
     safety_identifier: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    client_metadata: Annotated[dict[str, Any] | None, doc("Labels for the client's own use; they have no effect")] = (
+        None
+    )
     prompt_cache_key: Annotated[
         str | None, doc("It has no effect: all requests share cached prefixes; cache_salt separates them")
     ] = None

@@ -78,18 +78,18 @@ class ToolChoice(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice_fields(self, {"function": ("function",), "allowed_tools": ("allowed_tools",)})
+        check_fields_of_type(self, {"function": ("function",), "allowed_tools": ("allowed_tools",)})
 
 
-def check_choice_fields(choice: Any, fields_of_type: Mapping[str, Sequence[str]]) -> None:
-    """Checks that a `tool_choice` has the fields of its type and no others. Raises InvalidRequest."""
+def check_fields_of_type(value: Any, fields_of_type: Mapping[str, Sequence[str]]) -> None:
+    """Checks that an object with a `type` has the fields of its type and not those of others. Raises InvalidRequest."""
     for kind, names in fields_of_type.items():
         for name in names:
-            given = getattr(choice, name) is not None
-            if given and kind != choice.type:
-                raise InvalidRequest(f"{name} is not allowed with type {choice.type}", param=name)
-            if not given and kind == choice.type:
-                raise InvalidRequest(f"{name} is required with type {choice.type}", param=name)
+            given = getattr(value, name) is not None
+            if given and kind != value.type:
+                raise InvalidRequest(f"{name} is not allowed with type {value.type}", param=name)
+            if not given and kind == value.type:
+                raise InvalidRequest(f"{name} is required with type {value.type}", param=name)
 
 
 class GivenFunctionCall(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ from tercet.srt.entrypoints.openai.responses_protocol import (
     NamedResponsesTool,
     ReasoningConfig,
     ResponsesBody,
+    ResponsesFunction,
     ResponsesStreamOptions,
     ResponsesTool,
     ResponsesToolChoice,
@@ -67,6 +68,7 @@ ITEM: Table = {
     "call_id": ("c1", lambda seen: "<tool_call>c1 f{}" in seen.prompt),
     "name": ("g", lambda seen: "<tool_call>c g{}" in seen.prompt),
     "arguments": ('{"x": 1}', lambda seen: '<tool_call>c f{"x": 1}' in seen.prompt),
+    "namespace": ("n", lambda seen: "<tool_call>c n__f{}" in seen.prompt),
     "output": ("42", lambda seen: "<tool>42(c)" in seen.prompt),
     "summary": ([{"type": "summary_text", "text": "why"}], lambda seen: "[why]" in seen.prompt),
 }
@@ -81,6 +83,12 @@ RESPONSES_TOOL: Table = {
     "parameters": ({"type": "object"}, lambda seen: '"parameters": {"type": "object"}' in seen.prompt),
     "strict": (True, lambda seen: seen.req.options.sampling.structural_tag is not None),
 }
+IN_NAMESPACE: Table = {
+    "type": ("web_search", lambda seen: "web_search" in seen.answer["error"]["message"]),
+    "name": ("g", lambda seen: seen.prompt.startswith('<tools>{"name": "n__g"')),
+    **{name: RESPONSES_TOOL[name] for name in ("description", "parameters", "strict")},
+}
+RESPONSES_TOOL["tools"] = ([TOOL], lambda seen: seen.prompt.startswith('<tools>{"name": "n__f"}'))
 REFUSES_G: tuple[str, Effect] = ("g", lambda seen: "'g'" in seen.answer["error"]["message"])
 REFUSES_CUSTOM: tuple[str, Effect] = ("custom", lambda seen: "custom" in seen.answer["error"]["message"])
 NAMED_TOOL: Table = {"type": REFUSES_CUSTOM, "name": REFUSES_G}
@@ -100,7 +108,7 @@ def body(name: str, value: Any) -> dict[str, Any]:
 
 def in_item(name: str, value: Any) -> dict[str, Any]:
     items: list[dict[str, Any]] = [{"role": "user", "content": "a", name: value}]
-    if name in ("call_id", "name", "arguments"):
+    if name in ("call_id", "name", "arguments", "namespace"):
         items = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", name: value}]
     elif name == "output":
         items = [{"type": "function_call_output", "call_id": "c", name: value}]
@@ -114,7 +122,13 @@ def in_part(name: str, value: Any) -> dict[str, Any]:
 
 
 def in_tool(name: str, value: Any) -> dict[str, Any]:
+    if name == "tools":
+        return body("tools", [{"type": "namespace", "name": "n", name: value}])
     return body("tools", [{**TOOL, name: value}])
+
+
+def in_namespace(name: str, value: Any) -> dict[str, Any]:
+    return in_tool("tools", [{**TOOL, name: value}])
 
 
 def in_choice(name: str, value: Any) -> dict[str, Any]:
@@ -133,6 +147,7 @@ WALKS = [
     Walk(PATH, InputItem, ITEM, in_item),
     Walk(PATH, InputPart, PART, in_part),
     Walk(PATH, ResponsesTool, RESPONSES_TOOL, in_tool),
+    Walk(PATH, ResponsesFunction, IN_NAMESPACE, in_namespace),
     Walk(PATH, NamedResponsesTool, NAMED_TOOL, in_named),
     Walk(PATH, ResponsesToolChoice, CHOICE, in_choice),
     Walk(PATH, TextConfig, {"format": BODY["text"]}, lambda _, value: body("text", value)),

@@ -41,6 +41,7 @@ from tercet.srt.entrypoints.openai.responses_protocol import (
     InputPart,
     ReasoningConfig,
     ResponsesBody,
+    ResponsesFunction,
     ResponsesStreamOptions,
     ResponsesTool,
     ResponsesToolChoice,
@@ -147,6 +148,9 @@ def objects(cls: type[Wire]) -> st.SearchStrategy[dict[str, Any]]:
     elif cls is ContentBlock:
         inner["content"] = st.one_of(TEXTS, st.lists(objects(ResultPart), max_size=2))
         inner["type"] = st.sampled_from(["text", "thinking", "tool_use", "tool_result"])
+    elif cls is ResponsesTool:
+        inner["tools"] = st.lists(objects(ResponsesFunction), max_size=2)
+        inner["type"] = st.sampled_from(["function", "namespace"])
     elif cls is InputItem:
         inner["content"] = inner["output"] = st.one_of(TEXTS, st.lists(objects(InputPart), max_size=2))
         inner["type"] = st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])
@@ -208,7 +212,11 @@ BASES: dict[type[Wire], list[dict[str, Any]]] = {
         {"type": "reasoning", "summary": []},
     ],
     InputPart: [{"type": "input_text", "text": "a"}],
-    ResponsesTool: [{"type": "function", "name": "a"}],
+    ResponsesFunction: [{"type": "function", "name": "a"}],
+    ResponsesTool: [
+        {"type": "function", "name": "a"},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a"}]},
+    ],
     ResponsesToolChoice: [
         {"type": "function", "name": "a"},
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]},
