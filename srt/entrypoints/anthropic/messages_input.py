@@ -40,6 +40,10 @@ def chat_of(body: CountTokensBody) -> dict[str, Any]:
         chat["stop"] = body.stop_sequences
         chat["user"] = body.metadata and body.metadata.user_id
     chat["messages"] = messages = _messages(body)
+    if messages and "tool_calls" in messages[-1]:
+        raise InvalidRequest(
+            "the last message calls functions; a message with their results (tool_result) must follow", param="messages"
+        )
     chat["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
     chat["chat_template_kwargs"] = _template_kwargs(body)
     chat["thinking_token_budget"] = body.thinking and body.thinking.budget_tokens

@@ -265,6 +265,8 @@ def with_block(**fields: Any) -> dict[str, Any]:
             "messages[0].content[0].content[0].text",
             "is required",
         ),
+        ({"messages": [HI, turn("assistant", USES[0])]}, "messages", "a message with their results"),
+        ({"messages": [turn("user")]}, "messages", "messages must contain 1 to 10000 messages, got 0"),
         ({"system": [{"type": "image"}]}, "system[0].type", "'image' is not supported"),
         ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools[0]", "letters, digits"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type", "web_search"),
