@@ -100,14 +100,34 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
         reader.add("system", body.system if isinstance(body.system, str) else _text(body.system, "system"))
     for i, message in enumerate(body.messages):
         reader.read(message, f"messages[{i}].content")
-    return reader.messages
+    return [turn.message() for turn in reader.turns]
+
+
+class _Turn:
+    """A message of a chat that is being read."""
+
+    def __init__(self, role: str, **fields: Any) -> None:
+        self.role = role
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self._fields = fields
+
+    def message(self) -> dict[str, Any]:
+        between = "" if self.role == "assistant" else _BETWEEN_TEXTS
+        message = {"role": self.role, "content": between.join(self.texts), **self._fields}
+        if self.thoughts:
+            message["reasoning_content"] = "\n".join(self.thoughts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
 
 class _MessagesReader:
     """Makes the messages of a chat. The result of a call is a message of its own there."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self.turns: list[_Turn] = []
         self._names: dict[str, str] = {}  # of the called functions, by call
 
     def read(self, message: InputMessage, path: str) -> None:
@@ -123,40 +143,29 @@ class _MessagesReader:
                 self.add(message.role, block.text)
             elif block.type == "thinking":
                 assert block.thinking is not None
-                turn = self._turn_of_assistant()
-                turn["reasoning_content"] = _joined(turn.get("reasoning_content"), block.thinking, "\n")
+                self._turn_of(message.role).thoughts.append(block.thinking)
             else:
                 assert block.id is not None and block.name is not None
                 call = {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
-                self._turn_of_assistant().setdefault("tool_calls", []).append(call)
+                self._turn_of(message.role).calls.append(call)
                 self._names[block.id] = block.name
 
     def add(self, role: str, text: str) -> None:
-        """Adds a text to the last message if it has the same author, else a message."""
-        if role == "assistant":
-            turn = self._turn_of_assistant()
-            turn["content"] += text
-        elif self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] = _joined(self.messages[-1]["content"], text, _BETWEEN_TEXTS)
-        else:
-            self.messages.append({"role": role, "content": text})
+        self._turn_of(role).texts.append(text)
 
-    def _turn_of_assistant(self) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+    def _turn_of(self, role: str) -> _Turn:
+        """The last turn if it has this author, else a new one."""
+        if not self.turns or self.turns[-1].role != role:
+            self.turns.append(_Turn(role))
+        return self.turns[-1]
 
     def _add_result(self, block: ContentBlock, path: str) -> None:
         content = block.content or ""
         text = content if isinstance(content, str) else _text(content, path)
-        message = {
-            "role": "tool",
-            "tool_call_id": block.tool_use_id,
-            "content": f"Error: {text}" if block.is_error else text,
-        }
-        if block.tool_use_id in self._names:
-            message["name"] = self._names[block.tool_use_id]
-        self.messages.append(message)
+        name = {"name": self._names[block.tool_use_id]} if block.tool_use_id in self._names else {}
+        result = _Turn("tool", tool_call_id=block.tool_use_id, **name)
+        result.texts.append(f"Error: {text}" if block.is_error else text)
+        self.turns.append(result)
 
 
 def _check(block: ContentBlock, role: str, path: str) -> None:
@@ -185,7 +194,3 @@ def _text(parts: Sequence[ResultPart], path: str) -> str:
         if part.text is None:
             raise InvalidRequest(f"{path}[{i}].text is required", param=f"{path}[{i}].text")
     return _BETWEEN_TEXTS.join(part.text or "" for part in parts)
-
-
-def _joined(before: str | None, text: str, between: str) -> str:
-    return text if before is None else f"{before}{between}{text}"
