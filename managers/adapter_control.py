@@ -56,6 +56,11 @@ class AdapterControl:
         return [one for one in self._loaded.values() if one.name not in self._leaving]
 
     @property
+    def num_slots_used(self) -> int:
+        """Adapters that the engine has. One that is being unloaded has its slot until its last request has ended."""
+        return len(self._loaded)
+
+    @property
     def is_loading(self) -> bool:
         """The engine loads an adapter."""
         return bool(self._loading)

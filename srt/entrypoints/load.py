@@ -51,10 +51,10 @@ class QueueLoad(msgspec.Struct, frozen=True):
 class LoraLoad(msgspec.Struct, frozen=True):
     """The section `lora` of /v1/loads."""
 
-    slots_used: Annotated[int, doc("Adapters that are loaded")]
+    slots_used: Annotated[int, doc("Adapters that are loaded, also those that are being unloaded")]
     slots_total: Annotated[int, doc("Adapters that may be loaded")]
     utilization: Annotated[float, doc("slots_used / slots_total")]
-    adapters: Annotated[list[str], doc("Names of the loaded adapters")]
+    adapters: Annotated[list[str], doc("Names of the adapters that requests may name")]
 
 
 class LoadDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,9 +110,9 @@ async def loads(server: Server, request: Request, body: None) -> ASGIApp:
     args = server.manager.server_args
     lora: LoraLoad | UnsetType = UNSET
     if args.enable_lora and sections & {"all", "lora"}:
+        num_used, num_slots = server.manager.adapters.num_slots_used, args.max_loras or 0
         names = list(loaded_adapters(server.manager))
-        num_slots = args.max_loras or 0
-        lora = LoraLoad(len(names), num_slots, len(names) / max(num_slots, 1), names)
+        lora = LoraLoad(num_used, num_slots, num_used / max(num_slots, 1), names)
     load = LoadDetail(
         dp_rank=0,
         num_running_reqs=state.num_running,

@@ -109,8 +109,8 @@ class MetricsPage(Collector):
         yield self._counter("kv_repairs", "Errors found in the KV accounting", state.num_kv_repairs, prefix="tercet")
         args = self._manager.server_args
         if args.enable_lora:
-            num_loaded = len(self._manager.adapters.usable)
-            yield self._gauge("lora_pool_slots_used", "LoRA adapters that are loaded", num_loaded)
+            num_used = self._manager.adapters.num_slots_used
+            yield self._gauge("lora_pool_slots_used", "LoRA adapters that are loaded", num_used)
             yield self._gauge("lora_pool_slots_total", "LoRA adapters that may be loaded", args.max_loras or 0)
         if state.tiers is not None:
             yield from self._of_tiers(state.tiers)

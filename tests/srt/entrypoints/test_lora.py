@@ -227,6 +227,28 @@ def test_the_load_names_the_adapters(tmp_path: Path, query: str) -> None:
     site.close()
 
 
+def test_an_adapter_that_is_being_unloaded_has_its_slot(tmp_path: Path) -> None:
+    """No other adapter gets the slot, so routers must not count it as free."""
+    site = LoraSite(tmp_path, max_loras=1, enable_metrics=True)
+    site.scheduler.gate = True
+
+    async def begin() -> asyncio.Task[None]:
+        options = RequestOptions(sampling=SamplingParams(max_new_tokens=4), adapter=PIRATE.ref)
+        await site.manager.submit("hi", options)
+        unloading = asyncio.create_task(site.manager.adapters.unload("pirate"))
+        await site.manager.scheduler_state(1.0)
+        return unloading
+
+    unloading = site.run(begin())
+    (load,) = site.get("/v1/loads").json()["loads"]
+    page = site.get("/metrics").text
+    assert not unloading.done()
+    unloading.cancel()
+    site.close()
+    assert load["lora"] == {"slots_used": 1, "slots_total": 1, "utilization": 1.0, "adapters": []}
+    assert 'lora_pool_slots_used{model_name="tiny"} 1.0' in page
+
+
 def test_the_metrics_count_adapters(tmp_path: Path) -> None:
     site = LoraSite(tmp_path, enable_metrics=True, max_loras=4)
     site.run(site.manager.scheduler_state(1.0))
