@@ -169,9 +169,7 @@ class Planner:
         for files or for a prompt in chunks with its prefix is no candidate: the preempted ones would start again first.
         """
         queues, candidate = self.queues, self._first_ready()
-        if candidate is None or candidate.num_steps_in_flight:
-            return False
-        if any(req.urgency >= candidate.urgency for req in queues.unfinished):
+        if candidate is None or any(req.urgency >= candidate.urgency for req in queues.unfinished):
             return False
         victims = [
             req

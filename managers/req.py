@@ -152,7 +152,8 @@ class Req:
         self.awaits_grammar = False
         """Its grammar is being compiled, so it cannot be admitted."""
         self.num_steps_in_flight = 0
-        """Launched steps of this request whose results are not processed."""
+        """Launched steps of this request whose results are not processed. Those of a retracted request are processed in
+        the same turn. So between turns, a waiting request has none."""
         self.passed_over = 0
         """The number of admission passes that admitted a request from behind it in the queue."""
         self.num_retractions = 0

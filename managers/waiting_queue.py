@@ -51,8 +51,8 @@ class Level:
 
     def newest(self) -> Req | None:
         """The newest request that may be refused: one without output that is not aborted."""
-        reqs = (req for req in reversed(self.reqs) if not req.output_ids and not req.num_steps_in_flight)
-        return next((req for req in reqs if req.pending_abort is None), None)
+        reqs = (req for req in reversed(self.reqs) if not req.output_ids and req.pending_abort is None)
+        return next(reqs, None)
 
     def num_tokens_before(self, req: Req) -> int:
         """Tokens of this level that are computed before a new request of the same urgency."""

@@ -1,4 +1,5 @@
-"""Requests that wait for memory while rows are free: they are looked up again only when something has changed."""
+"""Full memory: requests that wait for it while rows are free are looked up again only when something has changed, and
+nobody is retracted while a request that ends may free it."""
 
 from __future__ import annotations
 
@@ -156,3 +157,17 @@ def test_the_schedule_is_that_of_a_planner_that_looks_in_each_step(
             patch.setattr(Planner, "_is_in_vain", lambda *given: False)
             assert schedule(seed, policy) == found
     assert num_in_vain > 50, "it tests nothing"
+
+
+def test_nobody_is_retracted_while_a_request_that_ends_may_free_its_memory() -> None:
+    """The last token of "short" is in flight when "long" needs a slot."""
+    rig = Rig(pool_size=64, conservativeness=0.01)
+    rig.add("long", [2] * 25, max_new_tokens=30)
+    for _ in range(2):
+        rig.turn()
+    rig.add("short", [1] * 28, max_new_tokens=6)
+    is_full = False
+    while rig.is_busy:
+        rig.turn()
+        is_full |= len(rig.scheduler.queues.running) == 2 and not rig.kv.num_available
+    assert is_full and rig.planner.num_retractions == 0

@@ -89,7 +89,7 @@ def test_alone_in_the_engine_a_candidate_needs_no_more_than_its_prompt() -> None
 
 @pytest.mark.parametrize(
     "reason",
-    ["none", "in flight", "aborted", "grammar", "files", "victim is aborted", "victim may have its last token"],
+    ["none", "aborted", "grammar", "files", "victim is aborted", "victim may have its last token"],
 )
 def test_nobody_is_preempted_for_a_request_that_cannot_start(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(max_running=1, preemption_threshold=0, overlap=False)
@@ -99,8 +99,6 @@ def test_nobody_is_preempted_for_a_request_that_cannot_start(reason: str, monkey
     rig.scheduler._handle(rig.inbox.messages.pop())
     low, high = (rig.scheduler.queues.find(rid) for rid in ("low", "high"))
     match reason:
-        case "in flight":
-            high.num_steps_in_flight = 1
         case "aborted":
             high.pending_abort = AbortFinish("")
         case "grammar":

@@ -47,6 +47,20 @@ def test_a_difference_above_the_threshold_preempts_for_a_row(priority: int, is_p
     assert rig.heard["high"].last.counts.num_retractions == 0
 
 
+def test_nobody_is_preempted_whose_last_token_is_in_flight() -> None:
+    """Its row is free in the next turn anyway."""
+    rig = Rig(max_running=1, preemption_threshold=0)
+    rig.add("low", [1] * 9, max_new_tokens=3)
+    for _ in range(3):
+        rig.turn()
+    low = rig.scheduler.queues.find("low")
+    assert low.num_steps_in_flight and low.awaits_results
+    rig.add("high", [2] * 9, priority=1, max_new_tokens=2)
+    rig.run()
+    assert rig.planner.num_retractions == 0
+    assert rig.heard["high"].ids == expected_output([2] * 9, 1, 2, 97)
+
+
 def test_without_priority_scheduling_nothing_is_preempted() -> None:
     rig = Rig(max_running=1)
     rig.add("first", [1] * 9, max_new_tokens=30)

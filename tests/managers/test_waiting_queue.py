@@ -102,10 +102,9 @@ def test_the_newest_of_the_least_urgent_gives_way_to_a_more_urgent_one() -> None
 
 
 def test_who_has_output_or_ends_anyway_does_not_give_way() -> None:
-    aborted, in_flight = of(2), of(3)
+    aborted = of(2)
     aborted.pending_abort = AbortFinish("")
-    in_flight.num_steps_in_flight = 1
-    queue = filled(of(0), of(1, output=(5,)), aborted, in_flight)
+    queue = filled(of(0), of(1, output=(5,)), aborted)
     refused = queue.gives_way_to(of(9, 1))
     assert refused is not None and refused.arrival == 0
     queue.remove(refused)

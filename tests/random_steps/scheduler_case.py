@@ -227,6 +227,7 @@ class SchedulerCase:
         queues = rig.scheduler.queues
         holders = queues.holders()
         check_owners(rig.kv, holders)
+        assert not any(one.num_steps_in_flight for one in queues.waiting), "a waiting request is in a step in flight"
         without_kv = [*queues.waiting, *queues.unfinished]
         assert {one for one in without_kv if one.output_ids} == {one for one in queues.interrupted if one.output_ids}
         if rig.kv.tiers is not None:
