@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import InvalidRequest, NotAllowed
@@ -14,18 +15,23 @@ _MAX_PATH_CHARS = 4096
 def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:
     """The absolute path of `given`, which is relative to `folder` or absolute, with all symbolic links resolved.
 
-    Raises NotAllowed for a path outside `folder`. Raises InvalidRequest for a text that is no path, and for a link to a
-    name that no message can have. `flag`: the flag that names the folder.
+    But a link to a file keeps its name: in Hugging Face's cache, only the links have the names of a model's files.
+
+    Raises NotAllowed for a path outside `folder`, and for a link outside to a file inside. Raises InvalidRequest for a
+    text that is no path, and for a link to a name that no message can have. `flag`: the flag that names the folder.
     """
     if len(given) > _MAX_PATH_CHARS:
         raise InvalidRequest(f"{param} must have at most {_MAX_PATH_CHARS} characters, got {len(given)}", param=param)
     root = Path(folder).resolve()
     try:
-        path = (root / given).resolve()
+        paths = [(root / given).resolve()]
+        if os.path.isfile(paths[0]):  # Path.is_file raises for a name that is too long
+            paths.append((root / given).parent.resolve() / Path(given).name)
     except (OSError, ValueError, RuntimeError):  # too long, a null byte, a loop of links
         raise InvalidRequest(f"{param} is not a path", param=param) from None
-    if not path.is_relative_to(root):
-        raise NotAllowed(f"{param} must be inside the folder that {flag} names", param=param)
-    if not is_utf8(str(path)):
-        raise InvalidRequest(f"{param} must not lead to a path that is not valid UTF-8", param=param)
-    return path
+    for path in paths:
+        if not path.is_relative_to(root):
+            raise NotAllowed(f"{param} must be inside the folder that {flag} names", param=param)
+        if not is_utf8(str(path)):
+            raise InvalidRequest(f"{param} must not lead to a path that is not valid UTF-8", param=param)
+    return paths[-1]

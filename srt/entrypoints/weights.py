@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -63,20 +61,8 @@ async def update_weights_from_disk(server: Server, request: Request, body: Updat
     folder = server.manager.server_args.update_weights_dir
     if folder is None:
         raise NotAllowed("updates of the weights are off; start the server with --update-weights-dir")
-    path = _path_inside(folder, body.model_path)
+    path = path_inside(folder, body.model_path, param="model_path", flag="--update-weights-dir")
     return json_response(await load_weights(server.manager, str(path), body))
-
-
-def _path_inside(folder: str, given: str) -> Path:
-    """As `path_inside`, except that a link to a file keeps its name.
-
-    In Hugging Face's cache only the links have the names of a model's files.
-    """
-    path = path_inside(folder, given, param="model_path", flag="--update-weights-dir")
-    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
-        return path
-    parent = path_inside(folder, os.path.dirname(given), param="model_path", flag="--update-weights-dir")
-    return parent / os.path.basename(given)
 
 
 async def load_weights(manager: TokenizerManager, path: str, body: UpdateWeightsBody) -> UpdateWeightsAnswer:
