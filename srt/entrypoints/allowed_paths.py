@@ -7,9 +7,17 @@ from pathlib import Path
 
 from ..errors import InvalidRequest, NotAllowed
 from ..plain_values import is_utf8
+from ..server_args import ServerArgs
 
 _MAX_PATH_CHARS = 4096
 """Linux opens no longer path. Resolving one takes time for each folder in it, in which the server answers nobody."""
+
+
+def check_folders(args: ServerArgs) -> None:
+    """Raises ValueError for a folder of files to read that does not exist. Every load from it would be refused."""
+    for flag, folder in (("--update-weights-dir", args.update_weights_dir), ("--lora-dir", args.lora_dir)):
+        if folder is not None and not os.path.isdir(folder):
+            raise ValueError(f"{flag} must be a folder that exists, got {folder}")
 
 
 def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:

@@ -27,6 +27,7 @@ from .. import log
 from ..errors import TercetError
 from ..machine.standard_files import open_standard_files
 from ..server_args import ServerArgs
+from .allowed_paths import check_folders
 from .answer_settings import answer_settings
 from .engine_core import EngineCore
 from .http_listener import (
@@ -65,6 +66,7 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
     adopt_uvicorn_logs(server_args.log_level)
     num_workers = server_args.tokenizer_worker_num
     try:
+        check_folders(server_args)
         tls = tls_context(server_args)
         tracer = RequestTracer.start(server_args) if num_workers == 1 else None
     except ValueError as error:

@@ -25,7 +25,8 @@ class LoraSettings:
         ),
     ] = None
     lora_dir: Annotated[
-        str | None, _server("Folder whose adapters /load_lora_adapter may load; default: it loads none")
+        str | None,
+        _server("Folder whose adapters /load_lora_adapter may load, which must exist; default: it loads none"),
     ] = None
     max_loras: Annotated[
         int | None,

@@ -43,7 +43,10 @@ class ModelSettings:
         ),
     ] = "auto"
     update_weights_dir: Annotated[
-        str | None, _server("Folder whose models /update_weights_from_disk may load; default: updates are refused")
+        str | None,
+        _server(
+            "Folder whose models /update_weights_from_disk may load, which must exist; default: updates are refused"
+        ),
     ] = None
     context_length: Annotated[
         int | None,

@@ -93,6 +93,18 @@ def test_a_folder_that_cannot_have_profiles_ends_the_start(run_dirs: Path, flags
         assert os.listdir(new) == []
 
 
+@pytest.mark.parametrize("flag", ["--update-weights-dir", "--lora-dir"])
+def test_a_folder_for_loads_must_exist_at_the_start(
+    run_dirs: Path, flags: list[str], tmp_path: Path, flag: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, tmp_path / "absent"):
+        with ServerProcess(run_dirs, [*flags, "--enable-lora", flag, str(folder)]) as server:
+            assert server.exit_code() == 1
+            assert f"Cannot start: {flag} must be a folder that exists, got {folder}" in server.log
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(
     run_dirs: Path, flags: list[str], signum: signal.Signals
