@@ -186,7 +186,7 @@ def _token_id(metadata: Settings, name: str) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     # Some files write -1, signed or unsigned, for "no such token".
     token = metadata.integer(key, minimum=-1, maximum=2**32 - 1) if key in metadata else -1
-    return token if token >= 0 else None
+    return None if token in (-1, 2**32 - 1) else token
 
 
 def _rope_divisors(file: GGUFModel, tensors: Mapping[str, GGUFTensor], rotary_dim: int) -> GGUFDivisors:

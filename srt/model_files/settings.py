@@ -98,8 +98,10 @@ class Settings:
         """The token ids of a value that is one id or a list of ids; () if it is absent."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-            raise self.refusal(key, "a token id of at least 0, or a list of token ids", value)
+        if any(
+            isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_INTEGER for token in ids
+        ):
+            raise self.refusal(key, f"a token id from 0 to {_MAX_INTEGER}, or a list of token ids", value)
         return tuple(ids)
 
     def nested(self, key: str) -> Settings | None:

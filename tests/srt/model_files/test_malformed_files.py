@@ -151,6 +151,7 @@ def folder(tmp_path_factory):
 @example(LLAMA | {"rms_norm_eps": None})
 @example(LLAMA | {"bos_token_id": []})
 @example(LLAMA | {"eos_token_id": [None]})
+@example(LLAMA | {"eos_token_id": 2**63})
 @example(LLAMA | {"rope_scaling": {"rope_type": []}})
 @example(LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 1e300}})
 @example(QWEN | {"layer_types": 5})
@@ -169,7 +170,7 @@ def test_any_config(folder, config):
     else:
         assert 0 < loaded.rms_norm_eps < math.inf and loaded.rope.theta > 1
         assert loaded.context_len < 2**31 and len(loaded.sliding_windows) == loaded.num_layers
-        assert all(type(token) is int and token >= 0 for token in loaded.eos_token_ids)
+        assert all(type(token) is int and 0 <= token < 2**31 for token in loaded.eos_token_ids)
 
 
 @pytest.mark.parametrize("eps", [math.nan, 0, 0.0, -1e-6, math.inf, -math.inf, None, "1e-6", True, [1e-6]])

@@ -170,6 +170,13 @@ def test_gguf_metadata_is_refused_by_name(tmp_path, key, value, message):
         load_model_config(path)
 
 
+@pytest.mark.parametrize("no_token", [(INT32, -1), (UINT32, 2**32 - 1)])
+def test_minus_one_is_no_token(tmp_path, no_token):
+    keys = {f"tokenizer.ggml.{name}_token_id": no_token for name in ("bos", "eot")}
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", METADATA | keys, TENSORS))
+    assert config.bos_token_id is None and config.eos_token_ids == (2,)
+
+
 @settings(max_examples=100)
 @given(
     name=st.sampled_from([*TENSORS, "rope_freqs.weight"]),
