@@ -61,41 +61,22 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         raise metadata.unsupported(
             f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
         )
-    prefix = f"{arch}."
-    family = FAMILIES[GGUF_ARCHITECTURES[arch]]
-    keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
-    keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
-    for key in file.metadata:
-        name = key.removeprefix(prefix)
-        if key.startswith(prefix) and name not in keys and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
-            raise metadata.unsupported(f"metadata {key}={quote(file.metadata[key])} is not supported")
-    config = Settings(
-        file.path, {key: file.metadata[prefix + key] for key in keys if prefix + key in file.metadata}, prefix
-    )
+    config = _own_settings(file, metadata, arch)
     architecture = _architecture(config, arch)
     if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
-        raise metadata.unsupported(f"{prefix}pooling_type={pooling} is not supported; supported: 3, the last token")
+        raise metadata.unsupported(f"{arch}.pooling_type={pooling} is not supported; supported: 3, the last token")
     family = FAMILIES[architecture]
     first_projection = "blk.0.attn_qkv" if family.stacked_projections else "blk.0.attn_q"
-    tensors = {tensor.name: tensor for tensor in file.tensors}
-    for name in ("token_embd.weight", f"{first_projection}.weight"):
-        if name not in tensors:
-            raise ValueError(f"{file.path} is not a complete model: it has no tensor {name!r}")
-    if len(tensors["token_embd.weight"].shape) != 2:
-        raise ValueError(
-            f"{file.path}: token_embd.weight must have two dimensions, got {tensors['token_embd.weight'].shape}"
-        )
+    tensors = _tensors(file, f"{first_projection}.weight")
 
     num_heads, hidden_size = config.integer("attention.head_count"), config.integer("embedding_length")
     head_dim = config.integer("attention.key_length", hidden_size // num_heads)
     rotary_dim = config.integer("rope.dimension_count", head_dim)
     if family.partial_rotary and (rotary_dim % 2 or rotary_dim > head_dim):
-        raise metadata.unsupported(
-            f"{prefix}rope.dimension_count must be even and at most {head_dim}, got {rotary_dim}"
-        )
+        raise metadata.unsupported(f"{arch}.rope.dimension_count must be even and at most {head_dim}, got {rotary_dim}")
     for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
         if (given := config.integer(key, head_dim)) != head_dim:
-            raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
+            raise metadata.unsupported(f"{arch}.{key} must equal the head dimension {head_dim}, got {given}")
     context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=MAX_LAYERS)
     rope = rope_from_gguf(config, family, _rope_divisors(file, tensors, rotary_dim), context_len)
     if rotary_dim != head_dim:
@@ -107,7 +88,7 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
     if family.has_local_rope:
         ropes = ropes_of_windows(windows, rope, RopeConfig(local_theta))
     elif local_theta != rope.theta:
-        raise metadata.unsupported(f"{prefix}rope.freq_base_swa={local_theta:g} is not supported")
+        raise metadata.unsupported(f"{arch}.rope.freq_base_swa={local_theta:g} is not supported")
     if num_layers == family.gguf_layers_scaled_by_width:
         scale = (hidden_size // num_heads) ** -0.5
     if family.has_multipliers:
@@ -154,6 +135,32 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         model_path=file.path,
         load_format=load_format,
     )
+
+
+def _own_settings(file: GGUFModel, metadata: Settings, arch: str) -> Settings:
+    """The settings of the architecture. Refuses a key that may change the computation."""
+    prefix, family = f"{arch}.", FAMILIES[GGUF_ARCHITECTURES[arch]]
+    keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
+    keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
+    for key in file.metadata:
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and name not in keys and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
+            raise metadata.unsupported(f"metadata {key}={quote(file.metadata[key])} is not supported")
+    return Settings(
+        file.path, {key: file.metadata[prefix + key] for key in keys if prefix + key in file.metadata}, prefix
+    )
+
+
+def _tensors(file: GGUFModel, first_projection: str) -> dict[str, GGUFTensor]:
+    """The tensors by name. Refuses a file without those that each model has."""
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    for name in ("token_embd.weight", first_projection):
+        if name not in tensors:
+            raise ValueError(f"{file.path} is not a complete model: it has no tensor {name!r}")
+    embedding = tensors["token_embd.weight"]
+    if len(embedding.shape) != 2:
+        raise ValueError(f"{file.path}: token_embd.weight must have two dimensions, got {embedding.shape}")
+    return tensors
 
 
 def _architecture(config: Settings, arch: str) -> str:
