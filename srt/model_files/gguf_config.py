@@ -90,7 +90,7 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
     elif local_theta != rope.theta:
         raise metadata.unsupported(f"{arch}.rope.freq_base_swa={local_theta:g} is not supported")
     if num_layers == family.gguf_layers_scaled_by_width:
-        scale = (hidden_size // num_heads) ** -0.5
+        scale = (hidden_size / num_heads) ** -0.5
     if family.has_multipliers:
         scale = config.number("attention.scale", scale)
         # As in llama.cpp, it says for these files whether there is a rotary embedding.

@@ -170,6 +170,15 @@ def test_gguf_metadata_is_refused_by_name(tmp_path, key, value, message):
         load_model_config(path)
 
 
+def test_a_model_may_have_more_heads_than_its_vectors_have_numbers(tmp_path):
+    """The scale of attention of this model depends on both."""
+    given = {"embedding_length": 32, "block_count": 62, "attention.head_count": 64, "attention.head_count_kv": 2}
+    given |= {"context_length": 64, "feed_forward_length": 64, "attention.key_length": 16}
+    metadata = {f"gemma3.{key}": (UINT32, value) for key, value in given.items()}
+    path = write_gguf(tmp_path / "m.gguf", metadata | {"general.architecture": (STRING, "gemma3")}, TENSORS)
+    assert load_model_config(path).attention_scale == pytest.approx(2**0.5)
+
+
 @pytest.mark.parametrize("no_token", [(INT32, -1), (UINT32, 2**32 - 1)])
 def test_minus_one_is_no_token(tmp_path, no_token):
     keys = {f"tokenizer.ggml.{name}_token_id": no_token for name in ("bos", "eot")}
