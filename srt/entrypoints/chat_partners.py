@@ -141,7 +141,8 @@ class ServerChat:
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise ChatError(f"{self._base_url} does not answer: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ChatError(f"{self._base_url} does not answer: {reason}") from error
         if response.status != 200:
             with closing(response):
                 raise ChatError(_message_of(_json(_read(response)), f"{self._base_url} answered {response.status}"))

@@ -213,7 +213,9 @@ def _read_template(template: str) -> str:
     try:
         return read_text(template)
     except OSError as error:
-        raise ValueError(f"--chat-template must be a readable file or a Jinja template: {error}") from error
+        raise ValueError(
+            f"--chat-template must be a Jinja template or a file with one, got {template!r} ({error.strerror})"
+        ) from error
 
 
 def _check_unicode(text: str) -> None:

@@ -317,7 +317,7 @@ def test_a_server_that_refuses_or_fails_says_why() -> None:
 def test_nobody_there(unused_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert find_server(unused_url, None) is None
     assert main(["chat", "--base-url", unused_url]) == 1
-    assert f"{unused_url} does not answer" in capsys.readouterr().err
+    assert f"{unused_url} does not answer: Connection refused" in capsys.readouterr().err
     assert main(["chat", "--base-url", "ftp://x"]) == 1
     assert main(["chat", "MODEL", "--base-url", unused_url]) == 1
     assert f"{unused_url} does not answer" in capsys.readouterr().err
