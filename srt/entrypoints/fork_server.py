@@ -4,9 +4,10 @@ A forked process shares the memory of the weights with the fork server, since ne
 of the engine neither loads nor packs weights, and no memory is needed for a second copy. The fork server itself only
 waits. It has no threads that compute, no sockets of ZeroMQ and no device: nothing of these survives a fork.
 
-The parent sends a LaunchSpec over a socket, with two file descriptors: the stdin of the new process, and its pipe for
-reports. The answer is Forked, with a pidfd, or ForkFailed. Ended tells how a forked process has ended, because only
-its own parent, the fork server, can wait for it.
+The parent sends FORK over a socket, with three file descriptors: the stdin of the new process, its pipe for reports,
+and a file in memory with its LaunchSpec. That may be longer than a message of the socket. The answer is Forked, with a
+pidfd, or ForkFailed. Ended tells how a forked process has ended, because only its own parent, the fork server, can wait
+for it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import socket
 
 import msgspec
 
-from .handshake import LaunchSpec
+from .handshake import LaunchSpec, read_spec
 
-MAX_MESSAGE_BYTES = 1 << 17
+FORK = b"fork"
+MAX_MESSAGE_BYTES = 1 << 12
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
@@ -60,7 +62,7 @@ def serve_forks(fork_fd: int) -> LaunchSpec:
                 pid, status = os.waitpid(running.pop(fd), 0)
                 _tell(link, Ended(pid, os.waitstatus_to_exitcode(status)))
                 continue
-            data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_BYTES, 3)
             if not data:
                 os._exit(0)
             try:
@@ -69,7 +71,7 @@ def serve_forks(fork_fd: int) -> LaunchSpec:
                 _tell(link, ForkFailed(error.strerror or str(error)))
             else:
                 if pid == 0:
-                    return _begin(data, fds, link, running)
+                    return _begin(fds, link, running)
                 pidfd = os.pidfd_open(pid)
                 running[pidfd] = pid
                 poll.register(pidfd, select.POLLIN)
@@ -78,15 +80,16 @@ def serve_forks(fork_fd: int) -> LaunchSpec:
                 os.close(one)
 
 
-def _begin(data: bytes, fds: list[int], link: socket.socket, pidfds: dict[int, int]) -> LaunchSpec:
+def _begin(fds: list[int], link: socket.socket, pidfds: dict[int, int]) -> LaunchSpec:
     """In the forked process: it keeps its own file descriptors only."""
     for fd in pidfds:
         os.close(fd)
     link.close()
-    stdin, ready_fd = fds
+    stdin, ready_fd, spec_fd = fds
     os.dup2(stdin, 0, inheritable=False)
     os.close(stdin)
-    spec = msgspec.msgpack.decode(data, type=LaunchSpec)
+    spec = read_spec(spec_fd)
+    os.close(spec_fd)
     return msgspec.structs.replace(spec, ready_fd=ready_fd)
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import msgspec
 
 from ..machine.process_state import exit_code_of_zombie
-from .fork_server import MAX_MESSAGE_BYTES, Ended, Forked, FromForkServer
-from .handshake import LaunchSpec
+from .fork_server import FORK, MAX_MESSAGE_BYTES, Ended, Forked, FromForkServer
+from .handshake import LaunchSpec, write_frame
 
 UNKNOWN_EXIT = 256
 """The code of a process whose exit status was lost with its fork server. Real codes are at most 255."""
@@ -106,7 +106,10 @@ class ForkLink:
             raise
         try:
             self._answer = self._loop.create_future()
-            socket.send_fds(self._socket, [msgspec.msgpack.encode(spec)], [childs_stdin, childs_ready_fd])
+            with io.FileIO(os.memfd_create("launch-spec"), "r+") as spec_file:
+                write_frame(spec_file.fileno(), spec)
+                spec_file.seek(0)
+                socket.send_fds(self._socket, [FORK], [childs_stdin, childs_ready_fd, spec_file.fileno()])
             async with asyncio.timeout(_TIMEOUT_S):
                 forked, pidfd = await self._answer
         except BaseException as error:

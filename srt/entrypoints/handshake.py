@@ -49,7 +49,7 @@ def write_frame(fd: int, message: LaunchSpec | ToParent) -> None:
 
 
 def read_spec(fd: int) -> LaunchSpec:
-    """Reads the launch spec, and blocks until the parent has sent it. Raises EOFError when the parent is gone."""
+    """Reads the launch spec, and blocks until the parent has written it. Raises EOFError when the parent is gone."""
     (length,) = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size))
     return msgspec.msgpack.decode(_read_exactly(fd, length), type=LaunchSpec)
 

@@ -75,6 +75,18 @@ def test_each_life_is_forked_by_the_same_processes(run_dirs: Path, tmp_path: Pat
     assert os.listdir(run_dirs) == []
 
 
+@pytest.mark.parametrize("num_chars", [150_000, 1_000_000])
+def test_settings_of_any_length_reach_each_life(tmp_path: Path, num_chars: int) -> None:
+    """A chat template may be given as text."""
+
+    async def scenario() -> None:
+        core = await start(tmp_path, chat_template="{" + "x" * num_chars)
+        assert await answer_after_a_kill(core, "scheduler") == text_of(60)
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
 def test_the_exit_code_comes_through_the_fork_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         core = await start(tmp_path, engine_restarts=1)
