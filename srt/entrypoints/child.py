@@ -31,6 +31,7 @@ from ..errors import TercetError
 from ..grammar_spec import CheckGrammarReply, CheckGrammarReq
 from ..io_struct import ToDetokenizer, ToTokenizer
 from ..ipc import Receiver, RunDir, Sender
+from ..plain_values import reason_of
 from ..server_args import ServerArgs
 from ..start_reports import DetokenizerReady, GrammarWorkerReady, Loaded, Ready, StartFailed, ToParent
 from .fork_server import serve_forks
@@ -323,8 +324,8 @@ def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
     # If the run directory is gone, another process of this engine failed first and has reported why.
     expected = user_error or not run_dir.path.exists()
     logger.log(logging.DEBUG if expected else logging.ERROR, "The process failed to start", exc_info=error)
-    message = str(error) if user_error else f"{type(error).__name__}: {error}"
-    report: ToParent = StartFailed(message or type(error).__name__, user_error)
+    reason = reason_of(error)
+    report: ToParent = StartFailed(reason if user_error else f"{type(error).__name__}: {reason}", user_error)
     write_frame(ready_fd, report)
 
 
