@@ -33,8 +33,8 @@ _END = (-1).to_bytes(_SEQ_BYTES, "big", signed=True)
 class KVEventPublisher:
     """The publishing socket, and a thread that answers requests for a replay.
 
-    The socket never blocks: a reader that is too slow misses messages, which it sees by their sequence numbers. The
-    last `buffer_steps` batches are kept. A replay has those from a given number on.
+    The socket never blocks: a reader that is too slow misses messages, which it sees by their sequence numbers. With a
+    replay endpoint, the last `buffer_steps` batches are kept. A replay has those from a given number on.
 
     A reader may know the blocks of an engine that died, and its socket connects again when the new engine has already
     published. So in the first minute, a subscription makes a batch repeat all events since the start, if these are few.
@@ -58,7 +58,8 @@ class KVEventPublisher:
         """When the next repetition may come."""
         self._is_wanted = False
         """A reader has subscribed since the last one."""
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        num_kept = 0 if config.replay_endpoint is None else config.buffer_steps
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
         self._replayer: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)  # a PUB socket whose subscriptions can be read

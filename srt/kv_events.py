@@ -17,6 +17,8 @@ MEDIUM_HOST = "CPU_PINNED"
 """The lower tier in host memory. SGLang's router reads no other name for it."""
 MEDIUM_DISK = "DISK"
 """The lower tier in files."""
+_MAX_MESSAGES = 2**31 - 1
+"""A socket can keep no more for a reader. A replay may have room for twice the batches of `buffer_steps`."""
 _ExtraKeys = list[list[str] | None]
 
 
@@ -74,9 +76,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None: zmq, if `enable_kv_cache_events` is true."""
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
+    buffer_steps: Annotated[int, Meta(ge=1, le=_MAX_MESSAGES // 2)] = 10_000
     """Number of batches that can be replayed."""
-    hwm: Annotated[int, Meta(ge=1)] = 100_000
+    hwm: Annotated[int, Meta(ge=1, le=_MAX_MESSAGES)] = 100_000
     """Messages that wait for a slow reader. It misses further ones, which the sequence numbers show."""
     topic: str = ""
 

@@ -33,6 +33,8 @@ def test_when_it_is_on(text: str, is_on: bool) -> None:
         ('{"publisher": "kafka"}', "publisher"),
         ('{"endpoints": "tcp://*:1"}', "unknown field `endpoints`"),
         ('{"buffer_steps": 0}', "buffer_steps"),
+        ('{"buffer_steps": 1073741824}', "buffer_steps"),
+        ('{"hwm": 2147483648}', "hwm"),
         ('{"endpoint": "http://a"}', "must begin with tcp:// or ipc://"),
         ('{"endpoint": "tcp://*"}', "must be tcp://HOST:PORT"),
         ('{"endpoint": "tcp://*:0"}', "must be tcp://HOST:PORT"),
