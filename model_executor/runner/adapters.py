@@ -84,7 +84,7 @@ def make_adapters(settings: RunnerSettings, config: ModelConfig, uploads: Upload
     arena = Arena()  # tables are small
     try:
         tables = {name: _table(settings, size, shape, arena) for name, shape in lora_shapes(config).items()}
-    except (OSError, torch.OutOfMemoryError) as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: of torch's allocators
         raise ValueError(
             f"no memory for {size.num_slots} LoRA adapters of rank {size.max_rank}; lower --max-loras or "
             "--max-lora-rank"

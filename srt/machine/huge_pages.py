@@ -7,7 +7,9 @@ system provides the memory on first access, 2 MiB at a time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
+import os
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +22,14 @@ _ALIGNMENT = 64
 
 
 def zeroed(num_bytes: int) -> Bytes:
-    """Allocate zeroed memory, aligned to a huge page. It is returned to the system with the last view of the array."""
-    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Allocate zeroed memory, aligned to a huge page. It is returned to the system with the last view of the array.
+
+    Raises OSError if the system refuses it.
+    """
+    try:
+        mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OverflowError:  # no address space is so large
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel has no huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -155,6 +155,13 @@ def test_the_pool_gets_the_memory_that_the_tables_leave(backend, monkeypatch):
         make_runner(CONFIG, LoraSize(1000, 16), **options)
 
 
+@pytest.mark.parametrize("num_slots", [10**12, 2**62])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_tables_that_no_machine_has_memory_for_are_refused(backend, num_slots):
+    with pytest.raises(ValueError, match=f"no memory for {num_slots} LoRA adapters of rank 16; lower --max-loras"):
+        make_runner(CONFIG, LoraSize(num_slots, 16), attention_backend=backend, max_running_requests=4)
+
+
 def test_without_adapters_a_step_has_none():
     driver = RunnerDriver(make_runner(CONFIG, max_total_tokens=100, max_running_requests=2))
     assert driver.runner.adapters is None

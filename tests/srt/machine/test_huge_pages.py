@@ -37,6 +37,12 @@ def _size(of: str) -> int:
     return int(text.partition(f"{of}:")[2].split()[0]) * 1024
 
 
+@pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 80])
+def test_memory_that_no_machine_has_is_an_error_of_the_system(num_bytes: int) -> None:
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        zeroed(num_bytes)
+
+
 def test_untouched_memory_costs_nothing_and_goes_back() -> None:
     size = 1 << 30
     resident, mapped = _size("VmRSS"), _size("VmSize")
