@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ..kv_events import read_config
 from ..origins import parse_origins
@@ -140,10 +140,18 @@ def _check_observability(args: ServerArgs) -> None:
     if args.log_requests_level and not args.log_requests:
         raise ValueError("--log-requests-level needs --log-requests")
     endpoint = args.otlp_traces_endpoint
-    if endpoint is not None and not re.match(r"https?://[^/:]", endpoint):
+    if endpoint is not None and not _is_web_address(endpoint):
         raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://HOST:4318/v1/traces, got {endpoint!r}")
     if args.explain_schedule is not None and not 0 <= args.explain_schedule < math.inf:
         raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {args.explain_schedule}")
+
+
+def _is_web_address(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # of the host, or of the port
+        return False
 
 
 def _check_scheduler(args: ServerArgs) -> None:

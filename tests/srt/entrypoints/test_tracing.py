@@ -199,7 +199,10 @@ def test_without_the_package_the_server_says_what_to_install(
     assert server.serve(args) == 1, "it ends before it starts the engine"
 
 
-@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:4318", "http://", "http:///v1/traces", "http://:4318"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "127.0.0.1:4318", "http://", "http:///v1/traces", "http://:4318", "http://[x", "http://a:99999", "http://a:b"],
+)
 def test_the_endpoint_is_a_url(endpoint: str) -> None:
     with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
         ServerArgs(model_path="m", otlp_traces_endpoint=endpoint)
