@@ -60,22 +60,25 @@ class Tokenizer:
         self._templates: dict[str, ChatTemplate] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text. Raises InvalidRequest if `text` is not valid Unicode (lone surrogates)."""
+        """Encode a text.
+
+        Raises InvalidRequest for invalid Unicode (lone surrogates), and for a text that needs too many steps of a
+        regular expression of the tokenizer.
+        """
         if len(text) >= _LONG_CHARS:
             return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]  # only this one releases the GIL
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:
-            _check_unicode(text)
+        except BaseException as error:
+            _explain(error, [text])
             raise
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts on all cores, as `encode` does."""
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except TypeError:
-            for text in texts:
-                _check_unicode(text)
+        except BaseException as error:
+            _explain(error, texts)
             raise
         return [encoding.ids for encoding in encodings]
 
@@ -216,6 +219,20 @@ def _read_template(template: str) -> str:
         raise ValueError(
             f"--chat-template must be a Jinja template or a file with one, got {template!r} ({error.strerror})"
         ) from error
+
+
+def _explain(error: BaseException, texts: Sequence[str]) -> None:
+    """Raises InvalidRequest if the texts are the cause of the library's error, and RuntimeError if it panicked."""
+    if isinstance(error, TypeError):
+        for text in texts:
+            _check_unicode(text)
+    elif type(error).__name__ == "PanicException":  # Rust's: it is not an Exception, so no handler would answer it
+        if "retry-limit" in str(error):
+            raise InvalidRequest(
+                f"the tokenizer needs too many steps for a text, got {max(map(len, texts)):,} characters; "
+                "runs of spaces or letters must be shorter"
+            ) from error
+        raise RuntimeError(f"the tokenizer failed: {error}") from error
 
 
 def _check_unicode(text: str) -> None:

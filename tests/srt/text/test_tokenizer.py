@@ -6,12 +6,13 @@ import functools
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_samples import TEXTS, default_gguf, default_tokenizer, sentencepiece_tokenizer, texts
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.text.tokenizer import Tokenizer, load_tokenizer
@@ -108,6 +109,33 @@ def test_lone_surrogates_are_the_clients_mistake(bad):
     assert str(caught.value).isascii(), "the message itself can be sent"
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         tokenizer.encode_batch(["good", bad])
+
+
+@pytest.mark.parametrize("length", [36, 30_000])
+def test_a_text_that_needs_too_many_steps_is_the_clients_mistake(length):
+    backend = type(default_tokenizer().backend).from_str(default_tokenizer().backend.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")  # exponential in a run of "a"
+    tokenizer = Tokenizer(TokenizerParts(backend, {}, frozenset(), {}))
+    bad = "a" * length + "b"
+    with pytest.raises(InvalidRequest, match=f"too many steps for a text, got {length + 1:,} characters"):
+        tokenizer.encode(bad)
+    with pytest.raises(InvalidRequest, match="too many steps"):
+        tokenizer.encode_batch(["good", bad])
+    assert tokenizer.encode("good"), "the next text is not affected"
+
+
+def test_another_panic_of_the_library_is_an_exception():
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_, **__):
+        raise PanicException("index out of bounds")
+
+    tokenizer = Tokenizer(TokenizerParts(default_tokenizer().backend, {}, frozenset(), {}))
+    tokenizer.backend = SimpleNamespace(encode=panic, encode_batch_fast=panic)
+    for text in ("short", "long" * 10_000):
+        with pytest.raises(RuntimeError, match="the tokenizer failed: index out of bounds"):
+            tokenizer.encode(text)
 
 
 def test_batches_are_single_texts():
