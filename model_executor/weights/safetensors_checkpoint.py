@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from ...srt.model_files.files import read_json_object
+from ...srt.model_files.files import has_file, read_json_object
 from ...srt.model_files.settings import Settings
 from ..device.dtypes import dtype_name
 from ..models.parameters import EMBEDDING, LM_HEAD, Region
@@ -42,7 +42,7 @@ class SafetensorsCheckpoint:
         self._types = {*_TYPES, *quantized_types}
         self._file_of: dict[str, SafetensorsFile] = {}
         index_path = os.path.join(folder, _INDEX)
-        wanted = _weight_map(index_path) if os.path.exists(index_path) else None
+        wanted = _weight_map(index_path) if has_file(index_path) else None
         filenames = _without_index(folder) if wanted is None else sorted(set(wanted.values()))
         for filename in filenames:
             path = os.path.join(folder, filename)

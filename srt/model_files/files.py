@@ -14,9 +14,19 @@ from typing import Any, TypeAlias
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 
 
+def has_file(path: AnyPath) -> bool:
+    """Whether a model has this file. A link to a missing file counts: it must be refused, and not ignored."""
+    return os.path.lexists(path)
+
+
 def open_file(path: AnyPath) -> BufferedReader:
     """Open a file for reading bytes. Raises ValueError if it is not a regular file, and OSError."""
-    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 (the caller closes it)
+    try:
+        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 (the caller closes it)
+    except FileNotFoundError as error:
+        if not os.path.islink(path):
+            raise
+        raise FileNotFoundError(f"{os.fspath(path)!r} is a link to a missing file, {os.readlink(path)!r}") from error
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()

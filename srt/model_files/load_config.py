@@ -9,7 +9,7 @@ import os
 from functools import partial
 from typing import Literal, TypeAlias
 
-from .files import read_json_object
+from .files import has_file, read_json_object
 from .gguf_config import config_from_gguf
 from .gguf_file import is_gguf
 from .gguf_model import GGUFModel, has_name_of_later_part
@@ -51,7 +51,7 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
     folder = path if is_dir else os.path.dirname(path)
     config_path = os.path.join(path, "config.json") if is_dir else path
     generation_path = os.path.join(folder, "generation_config.json")
-    generation = read_json_object(generation_path) if os.path.exists(generation_path) else {}
+    generation = read_json_object(generation_path) if has_file(generation_path) else {}
     return config_from_hf(
         Settings(config_path, _read_config(config_path)),
         Settings(generation_path, generation),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from .files import read_json_object
+from .files import has_file, read_json_object
 from .settings import Settings, quote
 
 
@@ -20,11 +20,11 @@ def read_older_quantization(folder: str) -> Settings | None:
     Raises ValueError for a file that is not a JSON object, and for settings that AutoAWQ does not write.
     """
     path = os.path.join(folder, "quantize_config.json")
-    if os.path.exists(path):
+    if has_file(path):
         found = read_json_object(path)
         return Settings(path, {**found, "quant_method": found.get("quant_method") or "gptq"})
     path = os.path.join(folder, "quant_config.json")
-    return _of_autoawq(Settings(path, read_json_object(path))) if os.path.exists(path) else None
+    return _of_autoawq(Settings(path, read_json_object(path))) if has_file(path) else None
 
 
 def _of_autoawq(given: Settings) -> Settings:

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from ..model_files.files import read_json_object, read_text
+from ..model_files.files import has_file, read_json_object, read_text
 from ..model_files.settings import Settings
 from .tokenizer_parts import NAMED_SPECIAL_TOKENS, TokenizerParts
 
@@ -88,7 +88,7 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return read_json_object(file) if file.exists() else {}
+    return read_json_object(file) if has_file(file) else {}
 
 
 def _named_token(config: Settings, name: str) -> str | None:
@@ -161,7 +161,7 @@ def _chat_templates(directory: Path, config: Settings) -> dict[str, str]:
     """The chat templates in files, or else those in the config."""
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     default = directory / "chat_template.jinja"
-    if default.exists():
+    if has_file(default):
         files["default"] = default
     if files:
         return {name: read_text(path) for name, path in files.items()}

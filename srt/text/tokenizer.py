@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequest
-from ..model_files.files import read_text
+from ..model_files.files import has_file, read_text
 from ..model_files.gguf_file import is_gguf
 from .gguf_tokenizer import read_gguf_tokenizer
 from .hf_tokenizer import read_hf_directory, read_with_transformers
@@ -189,7 +189,7 @@ def load_tokenizer(model_path: str, tokenizer_path: str | None = None, chat_temp
     path = Path(name)
     if is_gguf(path):
         parts = read_gguf_tokenizer(path)
-    elif (path / "tokenizer.json").exists():
+    elif has_file(path / "tokenizer.json"):
         parts = read_hf_directory(path)
     else:
         parts = read_with_transformers(name)

@@ -237,6 +237,12 @@ def test_a_named_pipe_is_not_waited_for(folder, name):
         load(folder)
 
 
+def test_an_index_that_is_a_link_to_a_missing_file_is_not_ignored(folder):
+    (folder / "model.safetensors.index.json").symlink_to("../blobs/gone")
+    with pytest.raises(FileNotFoundError, match=r"index\.json' is a link to a missing file, '../blobs/gone'"):
+        load(folder)
+
+
 def test_a_missing_shard_is_named(tmp_path):
     save(make_model("llama"), tmp_path, max_shard_size="60KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]

@@ -272,3 +272,23 @@ def test_a_named_pipe_is_not_waited_for(tmp_path, name):
     with pytest.raises(ValueError, match=rf"{re.escape(name)}.*must be a regular file, got a named pipe"):
         load_model_config(tmp_path)
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generation_config.json", "quantize_config.json", "quant_config.json", "tokenizer.json",
+        "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/a.jinja",
+    ],
+)  # fmt: skip
+def test_a_link_to_a_missing_file_is_not_ignored(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    byte_level_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("../blobs/gone")
+    with pytest.raises(
+        (ValueError, OSError), match=rf"{re.escape(name)}' is a link to a missing file, '../blobs/gone'"
+    ):
+        load_model_config(tmp_path)
+        load_tokenizer(str(tmp_path))
