@@ -47,7 +47,7 @@ class IncrementalDecoder:
         self.holds_back: Callable[[], bool] = stream.holds_back
         """Whether the last tokens end inside a character, as far as is known."""
         self.finish: Callable[[], str] = stream.finish
-        """The text that was held back. Call it when no more ids will come."""
+        """The text that is held back, if no more ids come. It changes nothing."""
 
 
 class _ByteStream:
@@ -71,7 +71,7 @@ class _ByteStream:
         return bool(self._utf8.buffer)
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", True)
+        return self._utf8.buffer.decode(errors="replace")
 
 
 class _WindowStream:

@@ -152,8 +152,11 @@ def _offsets(decoder: IncrementalDecoder, ids: Sequence[int], start: int) -> tup
     """Where each token begins in a text, and where the last one ends. `start`: the end of the text before them."""
     offsets = []
     for token in ids:
-        offsets.append(start)
-        start += len(decoder.push((token,)))
+        broken = decoder.finish() if decoder.holds_back() else ""
+        new = decoder.push((token,))
+        # The token either completes the character before it, or comes after the marks of a broken one.
+        offsets.append(start + len(broken) if broken and new.startswith(broken) else start)
+        start += len(new)
     return offsets, start
 
 

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from fake_http import BOS_TOKEN, EOS, Site, byte_tokenizer, text_of
 from fake_results import fake_logprobs
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from tercet.srt.entrypoints import sse
@@ -185,6 +187,22 @@ def test_tokens_of_an_echo_are_where_its_text_has_them(
     (choice,) = site.good(COMPLETIONS, body)["choices"]
     assert choice["text"] == text + text_of(1)
     assert choice["logprobs"]["text_offset"] == offsets
+
+
+@given(st.lists(st.sampled_from([0x61, 0x62, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF]), max_size=12))
+def test_a_token_is_where_the_text_has_it_also_after_a_broken_character(ids: list[int]) -> None:
+    tokenizer = byte_tokenizer()
+    writer = CompletionLogprobWriter(tokenizer, LogprobOptions(), skip_special_tokens=True, prompt_is_text=False)
+    offsets = []
+    for token in ids:
+        new = NewLogprobs(None, Logprobs(own=bytes(4)))
+        tokens = TokenOut(rid="a", token_ids=[token], finish=None, counts=Counts(1, 1), logprobs=new)
+        offsets += writer.write(TextOut(tokens=tokens, text="")).text_offset
+    text = tokenizer.decode(ids)
+    assert offsets == sorted(offsets)
+    for token, offset in zip(ids, offsets, strict=True):
+        if token < 0x80:
+            assert text[offset] == chr(token)
 
 
 @pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1]), (False, [0, 1, 6])])
