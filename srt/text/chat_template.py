@@ -140,7 +140,7 @@ def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in the form that templates expect: without nulls, content as text, reasoning under both of its names."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"messages must be objects, got {type(message).__name__}", param="messages")
-    prepared = {key: value for key, value in message.items() if value is not None and key != "tool_results"}
+    prepared = {key: value for key, value in message.items() if value is not None}
     if message.get("tool_calls") and "content" in message:
         prepared["content"] = message["content"]  # null, where the template wants that beside calls
     content = prepared.get("content")

@@ -7,6 +7,7 @@ text in the Hermes format: the functions in the system message, calls in the ass
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -93,20 +94,21 @@ def without_tools(messages: Sequence[Message], tools: Sequence[Message] | None, 
     takes_system: the template renders a system message. If not, the first user message begins with the functions.
     """
     chat: list[Message] = []
-    for message in messages:
-        if message.get("role") == "tool":
-            result = f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"
-            if chat and chat[-1].get("tool_results"):
-                chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n{result}"}
-            else:
-                chat.append({"role": "user", "content": result, "tool_results": True})
-        elif message.get("tool_calls"):
-            written = [_written(call["function"]) for call in message["tool_calls"]]
-            content = "\n".join([text for text in (_text(message.get("content")),) if text] + written)
-            chat.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
+    for are_results, group in itertools.groupby(messages, lambda message: message.get("role") == "tool"):
+        if are_results:
+            results = [f"<tool_response>\n{_text(result.get('content'))}\n</tool_response>" for result in group]
+            chat.append({"role": "user", "content": "\n".join(results)})
         else:
-            chat.append(message)
+            chat += map(_without_calls, group)
     return _with_functions(chat, tools, "system" if takes_system else "user") if tools else chat
+
+
+def _without_calls(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    written = [_written(call["function"]) for call in message["tool_calls"]]
+    content = "\n".join([text for text in (_text(message.get("content")),) if text] + written)
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
 
 
 def _written(function: Message) -> str:

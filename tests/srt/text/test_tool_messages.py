@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tercet.srt.text.chat_template import ChatTemplate
-from tercet.srt.text.tool_messages import CallShape, functions_text
+from tercet.srt.text.tool_messages import CallShape, functions_text, without_tools
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 ARGUMENTS = '{"x": "é", "y": [1]}'
@@ -103,6 +103,15 @@ def test_a_result_may_be_the_first_message_and_functions_keep_their_letters() ->
     prompt = ChatTemplate(PLAIN, {}).render(CHAT[2:], tools=[described])
     assert prompt.endswith("<user><tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response>")
     assert '{"name": "f", "description": "Größe"}' in prompt
+
+
+@pytest.mark.timeout(60)
+def test_many_results_in_a_row_do_not_take_quadratic_time() -> None:
+    """Copying the results so far for each one would copy two terabytes."""
+    results = [{"role": "tool", "content": "r" * 400}] * 100_000
+    (message,) = without_tools(results, None, takes_system=True)
+    assert message["role"] == "user"
+    assert message["content"].split("\n") == ["<tool_response>", "r" * 400, "</tool_response>"] * 100_000
 
 
 def test_a_template_without_system_messages_gets_the_functions_from_the_user() -> None:
