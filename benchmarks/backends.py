@@ -348,7 +348,7 @@ def error_text(body: bytes) -> str:
     """The error message in a failed response, or the start of its text."""
     try:
         return message_of(json.loads(body)) or _shorten(body.decode())
-    except ValueError:
+    except (ValueError, RecursionError):
         return _shorten(body.decode(errors="replace"))
 
 

@@ -226,7 +226,7 @@ async def _get_json(client: HttpClient, path: str) -> dict[str, Any] | None:
     answer = await client.request("GET", path)
     try:
         content = json.loads(answer.body) if answer.status == 200 else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

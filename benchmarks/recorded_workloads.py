@@ -165,7 +165,7 @@ def _natural(line: dict[str, Any], name: str, where: str) -> int:
 def _read_json(path: Path) -> list[Any]:
     try:
         content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, list):
         raise ValueError(f"{path}: not a list of conversations")

@@ -68,7 +68,7 @@ def choose_partner(model: str | None, base_url: str | None, api_key: str | None)
     """
     if model is not None and base_url is None:
         return EngineChat(model, os.path.basename(model.rstrip("/")))
-    named = base_url or env.base_url()
+    named = env.base_url() if base_url is None else base_url
     if named is not None:
         return ServerChat(named, api_key, model)
     server = find_server(_DEFAULT_BASE_URL, api_key)

@@ -193,7 +193,7 @@ def _json(data: bytes) -> Any:
     """The JSON value, or None if the data is no JSON."""
     try:
         return json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -268,6 +268,7 @@ def test_events_in_the_standard_s_other_forms() -> None:
         (b"\xff", "\ufffd"),
         (b"{}", "{}"),
         (b"x" * 600, "x" * 500 + "..."),
+        (b"[" * 50_000, "[" * 500 + "..."),  # too deep for Python's JSON
     ],
 )
 def test_what_a_failed_answer_says(body: bytes, text: str) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from live_site import LiveSite
@@ -17,7 +18,7 @@ from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
 from serving_bench import SMALL, Bench
 
-from tercet.benchmarks.bench_serving import main
+from tercet.benchmarks.bench_serving import _get_json, main
 from tercet.srt.io_struct import AbortFinish
 
 
@@ -126,6 +127,14 @@ def test_a_server_that_is_starting_is_waited_for(bench: Bench) -> None:
     with scripted_server(script) as server:
         assert bench(server.url, "--backend", "vllm")["completed"] == 6
     assert "waiting up to 60 s" in bench.err
+
+
+def test_an_answer_that_is_too_deep_for_json_is_none() -> None:
+    class Deep:
+        async def request(self, method: str, path: str) -> SimpleNamespace:
+            return SimpleNamespace(status=200, body=b"[" * 50_000)
+
+    assert asyncio.run(_get_json(Deep(), "/server_info")) is None
 
 
 def interrupted(argv: list[str], has_begun: Callable[[], bool]) -> tuple[int, str, str]:

@@ -92,6 +92,13 @@ def test_what_is_not_sharegpt_is_refused(tmp_path: Path, entries: Any, message: 
         sharegpt(TEXTS, tmp_path / "missing.json", 3, None, None, 0)
 
 
+@pytest.mark.parametrize("text", ["[", "[" * 50_000, "[" + "1" * 5_000 + "]"])
+def test_a_sharegpt_file_that_is_no_json_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "talks.json").write_text(text)
+    with pytest.raises(ValueError, match=r"talks\.json is not JSON"):
+        sharegpt(TEXTS, tmp_path / "talks.json", 3, None, None, 0)
+
+
 def test_custom_takes_prompts_and_conversations(write: Any) -> None:
     path = write(
         {"prompt": "ab", "output_len": 1},

@@ -73,6 +73,7 @@ def test_the_tokenizer_is_the_servers_unless_one_is_named(bench: Bench, tokenize
         (["--goodput", "ttft:3", "--disable-stream"], "need streaming"),
         (["--extra-request-body", "[]"], "must be a JSON object"),
         (["--extra-request-body", "{"], "not JSON"),
+        (["--extra-request-body", "[" * 50_000], "not JSON"),
         (["--extra-request-body", '{"n": 2}'], "n must be 1"),
         (["--extra-request-body", '{"sampling_params": {"n": 2}}'], "n must be 1"),
         (["--extra-request-body", '{"stream": true}'], "--disable-stream"),

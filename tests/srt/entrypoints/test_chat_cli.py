@@ -110,6 +110,7 @@ def answered(head: bytes, body: bytes) -> str:
         (b"200 OK", b"data: \xff\n\n", r"no part of a chat: b'\\xff'"),
         (b"200 OK", b'data: {"choices": [1]}\n\n', "no part of a chat"),
         (b"200 OK", b'data: {"error": {"message": "no luck"}}\n\n', "no luck"),
+        (b"200 OK", b"data: " + b"[" * 50_000 + b"\n\n", "no part of a chat"),  # too deep for Python's JSON
     ],
 )
 def test_an_answer_that_is_cut_or_no_chat_is_an_error_and_does_not_end_the_conversation(
@@ -130,6 +131,13 @@ def test_a_url_that_cannot_be_one_is_refused_by_name(url: str) -> None:
         ServerChat(url, None)
 
 
+@pytest.mark.parametrize("name", [None, "tiny"])
+def test_an_empty_url_is_not_the_default_server(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERCET_BASE_URL", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"^--base-url must be like http://127.0.0.1:30000, got ''"):
+        choose_partner(name, "", None)
+
+
 def test_a_chat_names_a_model_or_an_adapter_of_the_server() -> None:
     with live_site(**WITH_PIRATE) as site:
         for name, adapter in ((None, None), ("tiny", None), ("pirate", "pirate")):
@@ -143,9 +151,9 @@ def test_a_chat_names_a_model_or_an_adapter_of_the_server() -> None:
             choose_partner("ninja", site.url, None)
 
 
-@pytest.mark.parametrize("name", [None, "ninja"])
-def test_a_server_without_models_is_named(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Echo, "do_GET", lambda self: self._send(b'{"data": []}'))
+@pytest.mark.parametrize(("name", "body"), [(None, b'{"data": []}'), ("ninja", b'{"data": []}'), (None, b"[" * 50_000)])
+def test_a_server_without_models_is_named(name: str | None, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "do_GET", lambda self: self._send(body))
     with HTTPServer(("127.0.0.1", 0), Echo) as echo:
         thread = threading.Thread(target=echo.handle_request)
         thread.start()
