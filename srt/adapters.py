@@ -117,7 +117,7 @@ def _name_and_path(text: str) -> tuple[str, str]:
 def _from_json(text: str) -> tuple[str, str]:
     try:
         given: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
         raise ValueError(f"--lora-paths {text}: must be NAME=PATH, PATH or a JSON object")

