@@ -16,6 +16,8 @@ _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, so at most 4 tokens. Bytes that are no text after this many tokens never are.
 _MAX_PENDING = 6
 _MAX_CONTEXT = 6
+_MAX_INCOMPLETE = 3
+"""Bytes of a character that lacks its last one."""
 
 
 class _Stream(Protocol):
@@ -77,7 +79,8 @@ class _ByteStream:
 class _WindowStream:
     """For all other vocabularies. It decodes the last few tokens with and without the new ones: the difference is new.
 
-    New text that ends in U+FFFD may be an incomplete character, so it waits for a few more tokens.
+    New text that ends in U+FFFD may be an incomplete character, so it waits for a few more tokens. If they do not
+    complete it, its last tokens may still be the beginning of another one.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
@@ -91,16 +94,20 @@ class _WindowStream:
 
     def _push_one(self, token: int) -> str:
         self._window.append(token)
-        text = self._new_text()
-        if text.endswith(_REPLACEMENT) and len(self._window) - self._num_shown < _MAX_PENDING:
-            return ""
+        text, num_kept = self._new_text(), 0
+        if text.endswith(_REPLACEMENT):
+            if len(self._window) - self._num_shown < _MAX_PENDING:
+                return ""
+            num_kept = _MAX_INCOMPLETE
+            text = self._new_text(len(self._window) - num_kept)
         self._window = self._window[-_MAX_CONTEXT:]
-        self._num_shown = len(self._window)
+        self._num_shown = len(self._window) - num_kept
         return text
 
-    def _new_text(self) -> str:
+    def _new_text(self, end: int | None = None) -> str:
+        """The text of the tokens before `end` that is not shown."""
         shown = self._decode(self._window[: self._num_shown])
-        return self._decode(self._window)[len(shown) :]
+        return self._decode(self._window[:end])[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -159,7 +159,12 @@ class ByteTokenizer:
         return bytes(ids).decode("utf-8", "replace")
 
 
-@given(data=st.one_of(texts.map(str.encode), st.binary(max_size=30)))
+# Stray bytes, and then the beginnings of characters that are completed later.
+broken = st.lists(st.sampled_from([0x80, 0xC2, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0x41]), max_size=30).map(bytes)
+
+
+@example(b"\x80" * 5 + b"\xc2\xa9ok")
+@given(data=st.one_of(texts.map(str.encode), st.binary(max_size=30), broken))
 def test_other_decoders_hold_back_incomplete_characters_and_nothing_else(data):
     decoder = IncrementalDecoder(ByteTokenizer())
     bytewise = codecs.getincrementaldecoder("utf-8")("replace")
