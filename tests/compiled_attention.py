@@ -7,7 +7,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from serving_shapes import BATCH, CONTEXT, SHAPES, TOKENS, Shape, meta, operands, options
+from serving_shapes import BATCH, BY_NAME, CONTEXT, TOKENS, Shape, meta, operands, options
 from triton_aot import Launch, recorded
 
 from tercet.model_executor.kernels import decode_attention as decode_module
@@ -77,7 +77,6 @@ def fused_launches(shape: Shape, arch: str, *, norm: bool, dependent: bool = Fal
 
 def _cases() -> dict[str, Callable[[], list[Launch]]]:
     """A few shapes of each kind: the environment's own Triton compiles all of them (test_compile_*.py)."""
-    by_name = {str(shape): shape for shape in SHAPES}
     extend = {
         "one split": ("32x8x128-bfloat16", "40x8x128-bfloat16-window", "8x4x256-bfloat16-cap", "32x8x128-fp8"),
         "splits in turn": ("32x8x64-bfloat16", "32x8x128-fp8", "8x4x256-bfloat16-cap"),
@@ -99,22 +98,22 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
     cases: dict[str, Callable[[], list[Launch]]] = {}
     for splits, names in extend.items():
         for name in names:
-            cases[f"extend-{name}, {splits}"] = partial(extend_launches, by_name[name], "sm_90", splits)
+            cases[f"extend-{name}, {splits}"] = partial(extend_launches, BY_NAME[name], "sm_90", splits)
     for splits, names in in_pages.items():
         for name in names:
-            case = partial(extend_launches, by_name[name], "sm_90", splits, page_size=64)
+            case = partial(extend_launches, BY_NAME[name], "sm_90", splits, page_size=64)
             cases[f"extend-{name}, {splits}, pages"] = case
     for mixed, names in decode.items():
         for name in names:
             kind = ", with prompts" if mixed else ""
-            cases[f"decode-{name}{kind}"] = partial(decode_launches, by_name[name], "sm_90", mixed=mixed)
+            cases[f"decode-{name}{kind}"] = partial(decode_launches, BY_NAME[name], "sm_90", mixed=mixed)
     for norm, names in fused.items():
         for name in names:
             kind = ", with a norm" if norm else ""
-            cases[f"fused-{name}{kind}"] = partial(fused_launches, by_name[name], "sm_90", norm=norm)
+            cases[f"fused-{name}{kind}"] = partial(fused_launches, BY_NAME[name], "sm_90", norm=norm)
     for i, name in enumerate(decode_in_pages):
         mixed = norm = i > 0
-        of_shape = {"shape": by_name[name], "arch": "sm_90", "page_size": 64}
+        of_shape = {"shape": BY_NAME[name], "arch": "sm_90", "page_size": 64}
         cases[f"decode-{name}, pages"] = partial(decode_launches, **of_shape, mixed=mixed)
         cases[f"fused-{name}, pages"] = partial(fused_launches, **of_shape, norm=norm)
     return cases
@@ -131,4 +130,4 @@ def page_size_of(case: str) -> int:
 def shape_of(case: str) -> Shape:
     """The shape of a case."""
     name = case.partition("-")[2].partition(",")[0]
-    return next(shape for shape in SHAPES if str(shape) == name)
+    return BY_NAME[name]

@@ -26,11 +26,14 @@ class Shape:
     def fp32(self) -> bool:
         return self.dtype == torch.float32
 
+    @property
+    def kind(self) -> str:
+        return "fp8" if self.fp8 else dtype_name(self.dtype)
+
     def __str__(self) -> str:
-        kind = "fp8" if self.fp8 else dtype_name(self.dtype)
         options = ("-cap" if self.soft_cap else "") + ("-window" if self.window else "")
         options += "-sinks" if self.has_sinks else ""
-        return f"{self.num_heads}x{self.num_kv_heads}x{self.head_dim}-{kind}{options}"
+        return f"{self.num_heads}x{self.num_kv_heads}x{self.head_dim}-{self.kind}{options}"
 
 
 SHAPES = [
@@ -53,6 +56,11 @@ SHAPES = [
     Shape(128, fp8=True),
     Shape(256, fp8=True),
 ]
+
+
+BY_NAME = {str(shape): shape for shape in SHAPES}
+DEFAULT = BY_NAME["32x8x128-bfloat16"]
+"""The shape that tests compile with every kernel and for every GPU."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

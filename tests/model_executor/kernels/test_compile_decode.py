@@ -2,36 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from compiled_attention import decode_launches, fused_launches, launch_decode
-from serving_shapes import SHAPES, Shape
-from some_cases import crossed
+from serving_shapes import BY_NAME, DEFAULT, SHAPES, Shape
+from some_cases import covering
 from triton.runtime.jit import JITFunction
 from triton_aot import (
+    TARGETS,
+    Launch,
     assert_fits,
     assert_one_look_up,
     assert_overlaps,
     assert_plan_holds,
     compile_launch,
-    on_targets,
 )
 
 from tercet.model_executor.kernels import decode_attention
-from tercet.model_executor.kernels.tuning import decode_tile, programs_that_fit
+from tercet.model_executor.kernels.tuning import DecodeTile, decode_tile, programs_that_fit
 
-MIXED = [shape for shape in SHAPES if shape.head_dim == 128 and (shape.window or shape.num_heads == 32)]
-IN_PAGES = [
-    shape
-    for shape in SHAPES
-    if decode_tile("sm_90", shape.head_dim, fp32=shape.fp32, fp8=shape.fp8, page_size=64).paged
-]
+KERNELS: dict[str, Callable[..., list[Launch]]] = {
+    "two": partial(decode_launches, mixed=False),
+    "two, with prompts": partial(decode_launches, mixed=True),
+    "one": partial(fused_launches, norm=False),
+    "one, with a norm": partial(fused_launches, norm=True),
+}
+"""How many kernels decode attention has, whether the step has prompts, and whether heads have a norm."""
+FUSED = {
+    "9x3x64-bfloat16": "one",
+    "16x8x128-bfloat16": "one, with a norm",
+    "40x8x128-bfloat16-window": "one",
+    "64x8x64-bfloat16-window-sinks": "one",
+    "32x32x80-bfloat16": "one, with a norm",
+    "32x8x128-fp8": "one, with a norm",
+    "9x3x64-float32": "one",
+}
+Case = tuple[Shape, str, int, str]
+"""A shape, one of KERNELS, the page size and the GPU."""
 
 
-def check(arch: str, shape: Shape, *, mixed: bool) -> None:
-    launches = decode_launches(shape, arch, mixed=mixed)
-    assert [launch.kernel.fn.__name__ for launch in launches] == ["_decode_split_kernel", "_decode_merge_kernel"]
+def tile_of(shape: Shape, page_size: int, arch: str) -> DecodeTile:
+    return decode_tile(arch, shape.head_dim, fp32=shape.fp32, fp8=shape.fp8, page_size=page_size)
+
+
+def every_case() -> Iterator[Case]:
+    for shape in SHAPES:
+        kernels = ["two", FUSED.get(str(shape))]
+        if shape.head_dim == 128 and (shape.window or shape.num_heads == 32):
+            kernels.append("two, with prompts")
+        yield from ((shape, kernel, 1, arch) for kernel in kernels if kernel for arch in TARGETS)
+        if tile_of(shape, 64, "sm_90").paged:
+            yield from ((shape, kernel, 64, "sm_90") for kernel in KERNELS)
+
+
+def aspects(case: Case) -> Iterable[Hashable]:
+    shape, kernel, page_size, arch = case
+    yield arch, tile_of(shape, page_size, arch)
+    yield arch, kernel, page_size
+    yield arch, shape.kind, page_size
+    if arch == "sm_90":
+        yield "width", shape.head_dim
+        yield "options", shape.soft_cap, shape.window, shape.has_sinks
+        if shape == DEFAULT:
+            yield case
+
+
+CASES = covering(list(every_case()), aspects)
+
+
+def chosen(*kernels: str, page_size: int = 1) -> list[Case]:
+    return [case for case in CASES if case[1] in kernels and case[2] == page_size]
+
+
+def check(shape: Shape, kernel: str, arch: str) -> None:
+    launches = KERNELS[kernel](shape, arch)
+    names = ["_decode_split_kernel", "_decode_merge_kernel"] if "two" in kernel else ["_fused_decode_kernel"]
+    assert [launch.kernel.fn.__name__ for launch in launches] == names
     for launch in launches:
         resources = compile_launch(launch, arch)
         assert_fits(resources, arch)
@@ -40,40 +89,35 @@ def check(arch: str, shape: Shape, *, mixed: bool) -> None:
             assert_plan_holds(resources, shape)
 
 
-# Backwards, because usual runs compile extend attention for the other targets in every other shape from the first on.
-@pytest.mark.parametrize(("shape", "arch"), on_targets(SHAPES[::-1]), ids=str)
-def test_decode(shape: Shape, arch: str) -> None:
-    check(arch, shape, mixed=False)
+@pytest.mark.parametrize(("shape", "kernel", "page_size", "arch"), chosen("two"), ids=str)
+def test_decode(shape: Shape, kernel: str, page_size: int, arch: str) -> None:
+    check(shape, kernel, arch)
 
 
-@pytest.mark.parametrize(("shape", "arch"), on_targets(MIXED), ids=str)
-def test_decode_in_a_step_with_prompts(shape: Shape, arch: str) -> None:
-    check(arch, shape, mixed=True)
+@pytest.mark.parametrize(("shape", "kernel", "page_size", "arch"), chosen("two, with prompts"), ids=str)
+def test_decode_in_a_step_with_prompts(shape: Shape, kernel: str, page_size: int, arch: str) -> None:
+    check(shape, kernel, arch)
 
 
-PAGED_KERNELS = {
-    "decode": lambda shape: decode_launches(shape, "sm_90", mixed=False, page_size=64),
-    "decode in a step with prompts": lambda shape: decode_launches(shape, "sm_90", mixed=True, page_size=64),
-    "one kernel": lambda shape: fused_launches(shape, "sm_90", norm=False, page_size=64),
-    "one kernel with a norm": lambda shape: fused_launches(shape, "sm_90", norm=True, page_size=64),
-}
+@pytest.mark.parametrize(("shape", "kernel", "page_size", "arch"), chosen("one", "one, with a norm"), ids=str)
+def test_decode_in_one_kernel(shape: Shape, kernel: str, page_size: int, arch: str) -> None:
+    check(shape, kernel, arch)
 
 
-@pytest.mark.parametrize(("shape", "kernel"), crossed(IN_PAGES, list(PAGED_KERNELS), each=1), ids=str)
-def test_in_pages(shape: Shape, kernel: str) -> None:
-    launch, *_ = PAGED_KERNELS[kernel](shape)
-    resources = compile_launch(launch, "sm_90")
-    assert_fits(resources, "sm_90")
+@pytest.mark.parametrize(("shape", "kernel", "page_size", "arch"), chosen(*KERNELS, page_size=64), ids=str)
+def test_in_pages(shape: Shape, kernel: str, page_size: int, arch: str) -> None:
+    launch, *_ = KERNELS[kernel](shape, arch, page_size=page_size)
+    resources = compile_launch(launch, arch)
+    assert_fits(resources, arch)
     assert_overlaps(resources)
-    assert_plan_holds(resources, shape, page_size=64)
+    assert_plan_holds(resources, shape, page_size)
     assert_one_look_up(resources)
 
 
 @pytest.mark.parametrize("name", ["32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x192-bfloat16"])
 def test_the_merge_reads_several_partial_results_at_a_time(name: str) -> None:
     """Copies of 4 rounds are queued before the loop, and one in it. Loads into registers waited for each round."""
-    shape = next(shape for shape in SHAPES if str(shape) == name)
-    _, merge = decode_launches(shape, "sm_90", mixed=False)
+    _, merge = decode_launches(BY_NAME[name], "sm_90", mixed=False)
     resources = compile_launch(merge, "sm_90")
     assert resources.counts is not None
     round_bytes = merge.kwargs["CHAINS"] * merge.kwargs["BLOCK_D"] * 4
@@ -81,33 +125,9 @@ def test_the_merge_reads_several_partial_results_at_a_time(name: str) -> None:
     assert resources.shared >= 4 * round_bytes
 
 
-FUSED = {
-    "9x3x64-bfloat16": False,
-    "16x8x128-bfloat16": True,
-    "40x8x128-bfloat16-window": False,
-    "64x8x64-bfloat16-window-sinks": False,
-    "32x32x80-bfloat16": True,
-    "32x8x128-fp8": True,
-    "9x3x64-float32": False,
-}
-"""Shapes of decode attention in one kernel, with a norm of heads or without."""
-
-
-@pytest.mark.parametrize(("name", "arch"), on_targets(FUSED))
-def test_decode_in_one_kernel(name: str, arch: str) -> None:
-    shape = next(shape for shape in SHAPES if str(shape) == name)
-    (launch,) = fused_launches(shape, arch, norm=FUSED[name])
-    resources = compile_launch(launch, arch)
-    assert_fits(resources, arch)
-    if arch == "sm_90" and not shape.fp32:
-        assert_overlaps(resources)
-        assert_plan_holds(resources, shape)
-
-
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_one_kernel_orders_what_its_threads_and_programs_share(page_size: int) -> None:
-    shape = next(shape for shape in SHAPES if str(shape) == "32x8x128-bfloat16")
-    (launch,) = fused_launches(shape, "sm_90", norm=False, page_size=page_size)
+    (launch,) = fused_launches(DEFAULT, "sm_90", norm=False, page_size=page_size)
     assembly = compile_launch(launch, "sm_90").assembly
     read, counted = assembly.index("cp.async.cg"), assembly.index("atom.global.gpu.acq_rel")
     # Threads wait for the stores of the new K and V before they go on to the queries and the pool.
@@ -130,9 +150,8 @@ def test_the_programs_of_a_multiprocessor_follow_from_the_compiled_kernel(monkey
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(decode_attention, "_programs", {})
-    fp8 = next(shape for shape in SHAPES if shape.fp8 and shape.head_dim == 64)
     for _ in range(2):
-        launch_decode(fp8, "sm_80", mixed=False)
+        launch_decode(BY_NAME["32x8x64-fp8"], "sm_80", mixed=False)
     first, _, second, _ = [grid for grid in grids if len(grid) == 2]
     assert (first[1], second[1]) == (132 * 4 // 8, 132 * 2 // 8)
 

@@ -8,13 +8,12 @@ import pytest
 from compiled_attention import decode_launches, extend_launches
 from compiled_fp8 import HEIGHTS, LAYERS, fp8_launches
 from compiled_others import launches_of
-from serving_shapes import SHAPES
+from serving_shapes import BY_NAME
 from triton_aot import Launch, assert_fits, compile_launch
 
 from tercet.model_executor.kernels.tuning import LESS_SHARED_MEMORY, decode_tile, extend_tile
 
 ARCH = "sm_89"
-BY_NAME = {str(shape): shape for shape in SHAPES}
 CASES: dict[str, Callable[[], list[Launch]]] = {
     "extend of 192": lambda: extend_launches(BY_NAME["32x8x192-bfloat16"], ARCH, "splits in turn"),
     "extend of 256": lambda: extend_launches(BY_NAME["8x4x256-bfloat16-cap-window"], ARCH, "one split"),
