@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import compiled_lora
 import compiled_others
 import pytest
 import triton
-from some_cases import crossed
+from some_cases import covering, crossed
 from triton_aot import Launch, Resources, compile_launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,10 +45,26 @@ CASES: dict[str, Callable[[], list[Launch]]] = (
 )
 OTHERS = [version for version in TRITONS if version != triton.__version__]
 """The environment's own Triton compiles in test_compile_*.py."""
-_SERIALISED = [case for case in CASES if case.startswith("extend-")]
-"""Attention of prompts, whose asynchronous products a compiler has serialised before."""
-WITH_OTHERS = sorted({*crossed(_SERIALISED, OTHERS, each=len(OTHERS)), *crossed(list(CASES), OTHERS, each=1)})
-"""Cases with the Tritons that compile them. A usual run compiles most of them with one (some_cases.py)."""
+_COPIED_AHEAD = {
+    "extend", "decode", "fused", "linear", "experts", "fp8 experts", "hopper", "lora", "dependent linear",
+    "dependent fused",
+}  # fmt: skip
+"""Kinds of cases whose copies or products are asynchronous. A compiler may serialise them."""
+
+
+def _aspects(pair: tuple[str, str]) -> Iterable[Hashable]:
+    case, version = pair
+    kind, _, which = case.partition("-")
+    yield kind
+    if kind in _COPIED_AHEAD:
+        yield kind, version
+        yield kind, which.rpartition(", ")[2] if "," in which else ""
+    if kind == "extend" and version == "3.6.0":  # it has serialised products
+        yield which.partition(", ")[2], version
+
+
+WITH_OTHERS = covering(crossed(list(CASES), OTHERS, each=len(OTHERS)), _aspects)
+"""Cases with the Tritons that compile them. A usual run compiles each kind with one, or with all if it copies ahead."""
 
 
 def run_tests_with(version: str, *chosen: str) -> None:

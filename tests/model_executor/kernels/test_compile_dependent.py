@@ -41,7 +41,7 @@ def starting_the_next_too_early(resources: Resources) -> Resources:
 
 @pytest.mark.parametrize("broken", [without_waiting, reading_too_early, starting_the_next_too_early])
 def test_a_broken_chain_is_seen(broken) -> None:
-    resources = compile_launch(CASES["dependent-2048x8192-gated"]()[0], "sm_90")
+    resources = compile_launch(CASES["dependent linear-2048x8192-gated"]()[0], "sm_90")
     with pytest.raises(AssertionError):
         assert_waits_first(broken(resources))
 
