@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from compiled_hopper import CASES, assert_overlaps
+from compiled_hopper import CASES, SHAPES, assert_overlaps
+from some_cases import covering
 from triton_aot import compile_launch
 
 
-@pytest.mark.parametrize("case", CASES)
+def width_and_splits(case: str) -> tuple[int, str]:
+    return SHAPES[case][2], case.rpartition(", ")[2]
+
+
+@pytest.mark.parametrize("case", covering(list(CASES), width_and_splits))
 def test_products_overlap_and_tiles_are_copied_whole(case: str) -> None:
     launch, *merge = CASES[case]()
     assert len(merge) == case.endswith("as units")

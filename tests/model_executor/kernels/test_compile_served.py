@@ -1,7 +1,7 @@
 """What serving in bfloat16 combines: windows, norms of heads, fp8 KV, fused and dependent kernels, and splits.
 
 The other test_compile_*.py compile many shapes with few flags. Here each combination that a server launches, and that
-none of them compiles, is compiled for sm_90 in one shape.
+is in none of their tables, is compiled for sm_90 in one shape. A usual run compiles some, with each flag of a kernel.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import compiled_attention
@@ -22,7 +22,7 @@ from compiled_attention import decode_launches, extend_launches
 from compiled_others import CALLS, launches_of
 from meta_runner import make_meta_runner
 from serving_shapes import SHAPES
-from some_cases import crossed
+from some_cases import covering
 from triton_aot import Launch, assert_fits, assert_overlaps, compile_launch, recorded
 
 from tercet.srt.model_files.model_config import ModelConfig
@@ -101,10 +101,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[Flags, Launch]:
     as_if_on = importlib.import_module("gpu_compile").as_if_on
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
     found: dict[Flags, Launch] = {}
-    # The models come last, so that each of KV meets all of SMALL_STEPS, also in a usual run.
-    for ((kv_cache_dtype, page_size), config), options in crossed(
-        list(product(KV, MODELS.values())), SMALL_STEPS, each=2
-    ):
+    servers = list(product(range(len(KV)), MODELS, range(len(SMALL_STEPS))))
+    # A usual run starts servers with each pair of a model, KV and kinds of small steps.
+    for kv, model, small_steps in covering(servers, lambda server: combinations(enumerate(server), 2)):
+        (kv_cache_dtype, page_size), config, options = KV[kv], MODELS[model], SMALL_STEPS[small_steps]
         with pytest.MonkeyPatch.context() as patch, as_if_on("sm_90", 132, patch), recorded() as launches:
             make_meta_runner(
                 patch, config, attention=None, attention_backend="triton", disable_cuda_graph=True,
@@ -123,10 +123,9 @@ def test_every_combination_compiles_and_fits(served: dict[Flags, Launch]) -> Non
     assert paged == {"extend_kernel", "_decode_split_kernel", "_fused_decode_kernel"}
     others = {flags_of(launch) for launch in compiled_elsewhere()}
     assert len(served.keys() & others) > 20, "the other tests compile none of these"
-    for flags, launch in served.items():
-        if flags in others:
-            continue
-        resources = compile_launch(launch, "sm_90")
+    new = [flags for flags in served if flags not in others]
+    for flags in covering(new, lambda flags: [(flags[0], flag) for flag in flags]):
+        resources = compile_launch(served[flags], "sm_90")
         assert_fits(resources, "sm_90")
         if resources.kernel in ("extend_kernel", "_decode_split_kernel", "_fused_decode_kernel"):
             assert_overlaps(resources)
