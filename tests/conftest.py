@@ -56,8 +56,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # At its exit Triton names what was not collected. A worker keeps all of that, and need not look for more.
+    if not hasattr(session.config, "workerinput"):
+        gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
