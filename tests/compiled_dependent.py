@@ -20,8 +20,8 @@ def _skinny_launches(*args: object, **options: object) -> list[Launch]:
 _SMALL, _LARGE = (shape for shape in SHAPES if str(shape) in ("32x8x64-bfloat16", "32x8x128-bfloat16"))
 
 CASES: dict[str, Callable[[], list[Launch]]] = {
-    "dependent linear-2048x3072-bias": partial(_skinny_launches, 2048, 3072, bias=True),
     "dependent linear-2048x8192-gated": partial(_skinny_launches, 2048, 8192, gated=True),
+    "dependent linear-2048x3072-bias": partial(_skinny_launches, 2048, 3072, bias=True),
     "dependent linear-576x960-fp32": partial(_skinny_launches, 576, 960, F32),
     f"dependent fused-{_SMALL}": partial(fused_launches, _SMALL, "sm_90", norm=False, dependent=True),
     f"dependent fused-{_LARGE}, pages": partial(

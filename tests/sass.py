@@ -1,10 +1,14 @@
-"""Counts the instructions of an NVIDIA GPU's machine code (SASS), as `cuobjdump -sass` prints it."""
+"""Counts the instructions of an NVIDIA GPU's machine code (SASS), as `cuobjdump -sass` or `nvdisasm` prints it."""
 
 from __future__ import annotations
 
 import re
+import struct
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 
@@ -43,6 +47,24 @@ class InstructionCounts:
     copies_after_start: int | None
     """The asynchronous copies behind the place where the next dependent launch may start (PREEXIT). None: there is no
     such place."""
+
+
+def code_of(cubin: bytes) -> bytes:
+    """The machine code in an ELF file with one kernel."""
+    (table,), (size, number, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(number)]
+    found = [each for each in sections if cubin.startswith(b".text.", sections[names][4] + each[0])]
+    ((*_, start, length),) = found
+    return cubin[start : start + length]
+
+
+def divide(sass: str, sizes: Sequence[int]) -> list[str]:
+    """The instructions of each of several kernels, whose code is one behind the other and has these sizes."""
+    ends = list(accumulate(sizes))
+    lines: list[list[str]] = [[] for _ in sizes]
+    for match in _ADDRESSED.finditer(sass):
+        lines[bisect_right(ends, int(match.group(1), 16))].append(match.group())
+    return ["\n".join(each) for each in lines]
 
 
 def count_instructions(sass: str) -> InstructionCounts:

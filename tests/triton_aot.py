@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import triton
-from sass import InstructionCounts, count_instructions
+from sass import InstructionCounts, code_of, count_instructions, divide
 from serving_shapes import Shape
 from some_cases import ALL_CASES, crossed
 from triton.backends.compiler import GPUTarget
@@ -41,7 +41,7 @@ SHARED_OF_ALL = 228 * 1024
 _ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
 _binders: dict[tuple[str, str, str], Callable[..., Any]] = {}
 """Triton's functions that specialise a launch, by kernel and target."""
-_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_PROGRAMS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 _Case = TypeVar("_Case")
@@ -76,7 +76,7 @@ class Resources:
     layouts: str = field(repr=False)
     """Triton's GPU dialect, which says which elements of a tensor a thread has."""
     cubin: bytes | None = field(repr=False)
-    """NVIDIA's machine code. None on AMD."""
+    """NVIDIA's machine code. None on AMD, and where it has been counted."""
     other_counts: InstructionCounts | None = field(default=None, repr=False)
     """Instead of those of the machine code."""
 
@@ -206,21 +206,32 @@ def assert_plan_holds(resources: Resources, shape: Shape, page_size: int = 1) ->
 @cache
 def _counts_of(cubin: bytes) -> InstructionCounts:
     """Several shapes have the same kernel that merges."""
-    return count_instructions(_cuobjdump(cubin, "-sass"))
+    return count_instructions(_run("cuobjdump", "-sass", cubin))
+
+
+def counted_together(compiled: Sequence[Resources]) -> list[Resources]:
+    """The same kernels for sm_90 with counts instead of machine code. The disassembler runs once: it starts slowly."""
+    codes = [code_of(resources.cubin) for resources in compiled if resources.cubin is not None]
+    kernels = divide(_run("nvdisasm", "--binary=SM90a", b"".join(codes)), [len(code) for code in codes])
+    return [
+        replace(resources, cubin=None, other_counts=count_instructions(kernel))
+        for resources, kernel in zip(compiled, kernels, strict=True)
+    ]
 
 
 def _nvidia(cubin: bytes) -> tuple[int, int]:
     """Registers and spills. Our kernels have no arrays or calls, so stack and local memory hold only spills."""
-    text = _cuobjdump(cubin, "-res-usage")
+    text = _run("cuobjdump", "-res-usage", cubin)
     use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return use["REG"], use["STACK"] + use["LOCAL"]
 
 
-def _cuobjdump(cubin: bytes, what: str) -> str:
+def _run(program: str, option: str, code: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(code)
         file.flush()
-        return subprocess.run([_CUOBJDUMP, what, file.name], check=True, capture_output=True, text=True).stdout
+        arguments = [_PROGRAMS / program, option, file.name]
+        return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
 
 
 def _amd(text: str) -> tuple[int, int]:

@@ -7,7 +7,6 @@ JSON.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import os
@@ -27,8 +26,9 @@ import compiled_lora
 import compiled_others
 import pytest
 import triton
+from sass import InstructionCounts
 from some_cases import covering, crossed
-from triton_aot import Launch, Resources, compile_launch
+from triton_aot import Launch, Resources, compile_launch, counted_together
 
 ROOT = Path(__file__).resolve().parents[1]
 TRITONS = ("3.6.0", "3.7.1", "3.9.0")
@@ -101,22 +101,17 @@ def _environment(version: str) -> dict[str, str]:
 
 
 def _resources(fields: dict[str, Any]) -> Resources:
-    return Resources(**fields | {"cubin": base64.b64decode(fields["cubin"])})
-
-
-def _fields(resources: Resources) -> dict[str, Any]:
-    assert resources.cubin is not None
-    return dataclasses.asdict(resources) | {"cubin": base64.b64encode(resources.cubin).decode()}
+    return Resources(**fields | {"other_counts": InstructionCounts(**fields["other_counts"])})
 
 
 def main() -> None:
-    found: dict[str, object] = {"version": triton.__version__}
-    for name in sys.argv[1:]:
-        compiled = [compile_launch(launch, "sm_90") for launch in CASES[name]()]
-        if name not in compiled_others.CASES:  # the assembly of attention is large, and only its counts are tested
-            compiled = [dataclasses.replace(resources, assembly="") for resources in compiled]
-        found[name] = [_fields(resources) for resources in compiled]
-    sys.stdout.write(json.dumps(found) + "\n")
+    compiled = [(name, compile_launch(launch, "sm_90")) for name in sys.argv[1:] for launch in CASES[name]()]
+    found: dict[str, Any] = {name: [] for name in sys.argv[1:]}
+    for (name, _), resources in zip(compiled, counted_together([each for _, each in compiled]), strict=True):
+        # The assembly of attention is large, and only its counts are tested.
+        fields = dataclasses.asdict(resources)
+        found[name].append(fields if name in compiled_others.CASES else fields | {"assembly": ""})
+    sys.stdout.write(json.dumps(found | {"version": triton.__version__}) + "\n")
 
 
 if __name__ == "__main__":

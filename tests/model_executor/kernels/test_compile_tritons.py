@@ -18,9 +18,16 @@ import compiled_lora
 import compiled_others
 import pytest
 from compiled_attention import extend_launches, page_size_of, shape_of
-from serving_shapes import SHAPES
-from triton_aot import assert_fits, assert_one_look_up, assert_overlaps, assert_plan_holds, compile_launch
-from tritons import WITH_OTHERS, compiled_with
+from serving_shapes import DEFAULT
+from triton_aot import (
+    assert_fits,
+    assert_one_look_up,
+    assert_overlaps,
+    assert_plan_holds,
+    compile_launch,
+    counted_together,
+)
+from tritons import CASES, WITH_OTHERS, compiled_with
 
 pytestmark = pytest.mark.timeout(1500)  # the first test of a Triton compiles all of its cases
 
@@ -93,10 +100,17 @@ def test_dependent_kernels_wait_before_they_read(case: str, version: str) -> Non
         compiled_dependent.assert_waits_first(resources)
 
 
+def test_kernels_have_the_same_counts_together_and_alone() -> None:
+    launches = [*extend_launches(DEFAULT, "sm_90", "one split"), *CASES["dependent linear-2048x8192-gated"]()]
+    compiled = [compile_launch(launch, "sm_90") for launch in launches]
+    assert [each.counts for each in counted_together(compiled)] == [each.counts for each in compiled]
+    assert compiled[0].counts != compiled[1].counts
+
+
 def test_serialised_and_synchronous_products_are_seen() -> None:
     """With ARRIVE and DEPBAR around each product, as Triton 3.6 compiled a loop that may have no iteration. And without
     products of a warp group."""
-    resources = compile_launch(extend_launches(SHAPES[2], "sm_90", "one split")[0], "sm_90")
+    resources = compile_launch(extend_launches(DEFAULT, "sm_90", "one split")[0], "sm_90")
     assert_overlaps(resources)
     assert resources.counts is not None
     num = resources.counts.wgmma
