@@ -10,6 +10,7 @@ import pytest
 from launches import counted_launches
 from meta_runner import make_meta_runner
 from toy_runner import TOY
+from triton_aot import recorded
 
 from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.step import ForwardMode, NewRow, StepInputs
@@ -37,7 +38,7 @@ def decode_launches(
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
     none = np.empty(0, np.int32)
     new = [NewRow(int(row), SamplingParams(temperature=0.0), 0, none, none, ()) for row in rows]
-    with counted_launches():
+    with recorded():
         runner, _ = make_meta_runner(
             monkeypatch, config, attention=None, attention_backend="triton", disable_cuda_graph=True,
             max_running_requests=40, fuse_small_steps=fused, lora=lora,

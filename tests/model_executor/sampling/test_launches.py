@@ -11,6 +11,7 @@ import torch
 from launches import counted_launches
 from meta_runner import MetaAccelerator
 from sampling_reference import new_row
+from triton_aot import recorded
 
 from tercet.model_executor.device.device_buffers import Uploads
 from tercet.model_executor.runner.warmup import all_allowed
@@ -37,7 +38,7 @@ def launches(num_rows: int, vocab: int, kinds, *, masked: bool = False, new_rows
     on_device = torch.empty(num_rows, dtype=torch.int64, device=meta)
     masks = all_allowed(num_rows, vocab) if masked else None
     newest = NewestTokens(torch.empty(num_rows + 1, dtype=torch.int64, device=meta), on_device)
-    with counted_launches():
+    with recorded():
         for row in rows:
             sampler.set_row(new_row(int(row), stops=(0, 2), **kinds[row % len(kinds)]))
         if not new_rows:
