@@ -18,7 +18,7 @@ from tercet.managers.ngram_proposer import NgramProposer
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.sampling.sampler import Sampler
 
-NUM_CASES = int(os.environ.get("TERCET_SCHEDULES", "24"))
+NUM_CASES = int(os.environ.get("TERCET_SCHEDULES", "16"))
 PENALTIES = st.fixed_dictionaries(
     {
         "frequency_penalty": st.sampled_from([0.0, 0.4, 2.0, -1.0]),

@@ -19,7 +19,7 @@ from tercet.managers.waiting_queue import WaitingQueue
 from tercet.model_executor.forward_batch import ForwardMode
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 
-NUM_LOADS = int(os.environ.get("TERCET_SCHEDULES", "80"))
+NUM_LOADS = int(os.environ.get("TERCET_SCHEDULES", "50"))
 """Random loads that a property is tried on; set TERCET_SCHEDULES=10000 for the long run."""
 
 

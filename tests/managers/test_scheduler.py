@@ -22,7 +22,7 @@ from tercet.srt.io_struct import (
     StopFinish,
 )
 
-SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "80"))
+SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "50"))
 """Random schedules that a property is tried on; set TERCET_SCHEDULES=500 for the long run."""
 ORDINARY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=SCHEDULES)
 

@@ -44,7 +44,7 @@ def pool(dtype: torch.dtype, page_size: int = 1) -> MHATokenToKVPool:
     return MHATokenToKVPool(NUM_SLOTS, page_size, 2, 2, 16, dtype, "cpu")
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(10))
 @given(
     seed=st.integers(0, 2**31),
     group=st.sampled_from([1, 3, 4]),

@@ -45,8 +45,8 @@ def aspects(case: Case) -> Iterable[Hashable]:
     shape, splits, page_size, arch = case
     yield arch, tile_of(shape, page_size, arch)
     yield arch, splits, page_size
-    yield arch, shape.kind, page_size
     if arch == "sm_90":
+        yield "kind", shape.kind, page_size
         yield "width", shape.head_dim
         yield "options", shape.soft_cap, shape.window, shape.has_sinks
         if shape == DEFAULT or (splits != SPLITS[0] and (shape.fp32 or shape.soft_cap)):
