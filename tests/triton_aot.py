@@ -209,6 +209,12 @@ def _counts_of(cubin: bytes) -> InstructionCounts:
     return count_instructions(_run("cuobjdump", "-sass", cubin))
 
 
+def compile_all(launches: Iterable[Launch], arch: str) -> list[Resources]:
+    """Compiles launches for a target, and for sm_90 counts their instructions."""
+    compiled = [compile_launch(launch, arch) for launch in launches]
+    return counted_together(compiled) if arch == "sm_90" else compiled
+
+
 def counted_together(compiled: Sequence[Resources]) -> list[Resources]:
     """The same kernels for sm_90 with counts instead of machine code. The disassembler runs once: it starts slowly."""
     codes = [code_of(resources.cubin) for resources in compiled if resources.cubin is not None]

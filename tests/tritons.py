@@ -28,7 +28,7 @@ import pytest
 import triton
 from sass import InstructionCounts
 from some_cases import covering, crossed
-from triton_aot import Launch, Resources, compile_launch, counted_together
+from triton_aot import Launch, Resources, compile_all
 
 ROOT = Path(__file__).resolve().parents[1]
 TRITONS = ("3.6.0", "3.7.1", "3.9.0")
@@ -105,9 +105,10 @@ def _resources(fields: dict[str, Any]) -> Resources:
 
 
 def main() -> None:
-    compiled = [(name, compile_launch(launch, "sm_90")) for name in sys.argv[1:] for launch in CASES[name]()]
     found: dict[str, Any] = {name: [] for name in sys.argv[1:]}
-    for (name, _), resources in zip(compiled, counted_together([each for _, each in compiled]), strict=True):
+    launches = [(name, launch) for name in found for launch in CASES[name]()]
+    compiled = compile_all((launch for _, launch in launches), "sm_90")
+    for (name, _), resources in zip(launches, compiled, strict=True):
         # The assembly of attention is large, and only its counts are tested.
         fields = dataclasses.asdict(resources)
         found[name].append(fields if name in compiled_others.CASES else fields | {"assembly": ""})

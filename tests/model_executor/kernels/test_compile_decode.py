@@ -18,6 +18,7 @@ from triton_aot import (
     assert_one_look_up,
     assert_overlaps,
     assert_plan_holds,
+    compile_all,
     compile_launch,
 )
 
@@ -81,8 +82,7 @@ def check(shape: Shape, kernel: str, arch: str) -> None:
     launches = KERNELS[kernel](shape, arch)
     names = ["_decode_split_kernel", "_decode_merge_kernel"] if "two" in kernel else ["_fused_decode_kernel"]
     assert [launch.kernel.fn.__name__ for launch in launches] == names
-    for launch in launches:
-        resources = compile_launch(launch, arch)
+    for resources in compile_all(launches, arch):
         assert_fits(resources, arch)
         if arch == "sm_90" and not shape.fp32:
             assert_overlaps(resources)

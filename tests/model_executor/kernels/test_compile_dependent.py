@@ -9,7 +9,7 @@ import pytest
 from compiled_dependent import CASES, assert_waits_first
 from meta_runner import make_meta_runner
 from toy_runner import TOY
-from triton_aot import Resources, assert_fits, compile_launch, recorded
+from triton_aot import Resources, assert_fits, compile_all, compile_launch, recorded
 
 from tercet.model_executor.runner import settings
 from tercet.model_executor.step import ForwardMode, NewRow, StepInputs
@@ -20,8 +20,7 @@ IN_A_CHAIN = {"_skinny_linear_kernel", "_fused_decode_kernel"}
 
 @pytest.mark.parametrize("case", CASES)
 def test_dependent_kernels_wait_before_they_read(case: str) -> None:
-    for launch in CASES[case]():
-        resources = compile_launch(launch, "sm_90")
+    for resources in compile_all(CASES[case](), "sm_90"):
         assert_fits(resources, "sm_90")
         assert_waits_first(resources)
 

@@ -16,7 +16,7 @@ from compiled_experts import (
     fp8_launches,
 )
 from some_cases import crossed
-from triton_aot import Launch, Resources, assert_fits, compile_launch, what_is_compiled
+from triton_aot import Launch, Resources, assert_fits, compile_all, compile_launch, what_is_compiled
 
 _ARITHMETIC = re.compile(r"\b((?:wgmma\.mma_async|mma|fma|mul|add)\.\S*f(?:32|16)\S*)")
 MANY_LAUNCHES = [
@@ -28,13 +28,13 @@ MANY_LAUNCHES = [
 @cache
 def compiled(tokens: str, arch: str, model: str = "qwen3-30b") -> list[Resources]:
     """The kernels of a layer, in the order of the launches."""
-    return [compile_launch(launch, arch) for launch in expert_launches(model, tokens, arch)]
+    return compile_all(expert_launches(model, tokens, arch), arch)
 
 
 @cache
 def fp8_compiled(tokens: str, arch: str) -> list[Resources]:
     """The two products with fp8 weights."""
-    return [compile_launch(launch, arch) for launch in fp8_launches("qwen3-30b", tokens, arch)]
+    return compile_all(fp8_launches("qwen3-30b", tokens, arch), arch)
 
 
 def products(model: str, tokens: str, dtype: torch.dtype) -> list[Launch]:
@@ -70,8 +70,7 @@ def test_products_of_float32_compile_and_fit() -> None:
 
 
 def test_products_of_float16_with_large_experts_compile_and_fit() -> None:
-    for launch in products("mixtral-8x7b", "many", torch.float16):
-        resources = compile_launch(launch, "sm_90")
+    for resources in compile_all(products("mixtral-8x7b", "many", torch.float16), "sm_90"):
         assert_fits(resources, "sm_90")
         assert_multiplies_grouped_rows(resources)
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compiled_lora import CASES, LAYERS, ROWS, assert_adds_adapters, lora_launches
-from triton_aot import Resources, assert_fits, compile_launch, on_targets, what_is_compiled
+from triton_aot import Resources, assert_fits, compile_all, compile_launch, on_targets, what_is_compiled
 
 from tercet.model_executor.kernels import lora
 
@@ -43,8 +43,8 @@ def test_compiles_and_fits(layer: tuple[str, int, torch.dtype], arch: str, rows:
 
 @pytest.mark.parametrize("case", CASES)
 def test_computes_as_meant(case: str) -> None:
-    for launch in CASES[case]():
-        assert_adds_adapters(compile_launch(launch, "sm_90"))
+    for resources in compile_all(CASES[case](), "sm_90"):
+        assert_adds_adapters(resources)
 
 
 @pytest.mark.parametrize(("layer", "rank"), [("qkv-4096", 16), ("gate_up-4096", 64)])

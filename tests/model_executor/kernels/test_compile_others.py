@@ -11,7 +11,7 @@ import pytest
 from compiled_attention import fused_launches
 from compiled_others import CALLS, CASES, assert_computes_as_meant, launches_of
 from serving_shapes import SHAPES
-from triton_aot import TARGETS, assert_fits, compile_launch, on_targets
+from triton_aot import TARGETS, assert_fits, compile_all, compile_launch, on_targets
 
 from tercet.model_executor.kernels.tuning import decode_tile
 
@@ -69,8 +69,8 @@ def _components_of_a_thread(layouts: str) -> set[int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_computes_as_meant(case: str) -> None:
-    for launch in CASES[case]():
-        assert_computes_as_meant(compile_launch(launch, "sm_90"))
+    for resources in compile_all(CASES[case](), "sm_90"):
+        assert_computes_as_meant(resources)
 
 
 def test_fused_products_of_edits_are_seen() -> None:

@@ -23,7 +23,7 @@ from compiled_others import CALLS, launches_of
 from meta_runner import make_meta_runner
 from serving_shapes import SHAPES
 from some_cases import covering
-from triton_aot import Launch, assert_fits, assert_overlaps, compile_launch, recorded
+from triton_aot import Launch, assert_fits, assert_overlaps, compile_all, recorded
 
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import RopeConfig
@@ -124,8 +124,8 @@ def test_every_combination_compiles_and_fits(served: dict[Flags, Launch]) -> Non
     others = {flags_of(launch) for launch in compiled_elsewhere()}
     assert len(served.keys() & others) > 20, "the other tests compile none of these"
     new = [flags for flags in served if flags not in others]
-    for flags in covering(new, lambda flags: [(flags[0], flag) for flag in flags]):
-        resources = compile_launch(served[flags], "sm_90")
+    few = covering(new, lambda flags: [(flags[0], flag) for flag in flags])
+    for resources in compile_all((served[flags] for flags in few), "sm_90"):
         assert_fits(resources, "sm_90")
         if resources.kernel in ("extend_kernel", "_decode_split_kernel", "_fused_decode_kernel"):
             assert_overlaps(resources)
