@@ -29,11 +29,11 @@ def kinds(*names: str) -> list[str]:
 def test_answers_survive_faults(toy: str) -> None:
     killed = kinds("kill the scheduler", "kill the detokenizer", "kill the grammar worker")
     only = [*killed, *kinds("stop the scheduler", "clock jumps", "full disk", "kill the server"), "--server-faults"]
-    flags = ["--faults", "7", "--interval", "0.3", "--clients", "3", "--seed", "120", "--max-tokens", "40"]
+    flags = ["--faults", "7", "--interval", "0.3", "--clients", "3", "--seed", "61", "--max-tokens", "40"]
     report, wrong = chaos.run(chaos.parse(["--model", toy, *flags, *only, *PATIENT]))
     assert not wrong
     assert sum(report["faults"].values()) + sum(report["skipped_faults"].values()) == 7
-    assert report["faults"]["kill the server"] == 1
+    assert report["faults"]["kill the server"] == 1, "this seed draws each fault once"
     assert report["restarts"]["count"] and report["requests"]["completed"]
     assert not report["requests"]["lost_streams"] and not report["requests"]["refused"]
 

@@ -19,6 +19,8 @@ _VOLATILE = frozenset(
         "completed_at",
         "e2e_latency",
         "cached_tokens",
+        "cache_read_input_tokens",
+        "input_tokens",  # of /v1/messages, without those; total_tokens of /v1/responses has the others
         "cached_tokens_details",
         "num_recoveries",
         "num_retractions",

@@ -109,7 +109,7 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     faults = Faults(server, args.watchdog * 1.5, args.max_stop)
     only = args.only or [*faults.kinds, *(OF_THE_SERVER if args.server_faults else ())]
     is_over = False
-    fault_rng = random.Random(rng.randrange(1 << 62))
+    fault_rng = random.Random(args.seed)  # whatever the cases have drawn
 
     def make_client(rng: random.Random) -> Client:
         if args.server_faults:

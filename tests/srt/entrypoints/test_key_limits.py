@@ -152,7 +152,7 @@ def test_every_endpoint_that_runs_a_model_is_limited_and_no_other() -> None:
         assert isinstance(route, Route) and isinstance(route.app, BoundEndpoint)
         if route.app._limits is not None:
             limited.add(route.path)
-    paths = {"/generate", *(f"/v1/{name}" for name in ("completions", "chat/completions", "responses"))}
+    paths = {"/generate", *(f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "messages"))}
     paths |= {"/v1/embeddings", "/v1/score", "/v1/rerank"}
     assert limited == paths
     assert site.post("/generate", {"text": "a"}).status_code == 200

@@ -93,7 +93,10 @@ def test_marks_of_prefixes_are_taken_because_prefixes_are_cached_anyway(site: Si
     site.good("/v1/responses", {"input": [item], "max_output_tokens": 1})
     first, plain, _ = site.scheduler.prompt_texts()
     assert first == plain
-    asks_more = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    marks["cache_control"]["ttl"] = "1h"
+    message = {**HI, "content": [{"type": "text", "text": "hi", **marks}]}
+    site.good("/v1/chat/completions", {"messages": [message], "max_tokens": 1})
+    asks_more = {"type": "text", "text": "hi", "cache_control": {"type": "persistent"}}
     error = site.refused("/v1/chat/completions", {"messages": [{**HI, "content": [asks_more]}]})
     assert "cache_control is not supported" in error["message"]
 
