@@ -13,6 +13,15 @@ class WeightFacts(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+VERSION_RULE = "1 to 128 printable characters"
+"""What the name of weights has."""
+
+
+def is_version(name: str) -> bool:
+    """Whether weights may have this name (VERSION_RULE)."""
+    return 0 < len(name) <= 128 and name.isprintable()
+
+
 class UpdateWeightsReq(msgspec.Struct, frozen=True, tag="update_weights"):
     """Load other weights of the same model. Generation must be paused. The answer is an UpdateWeightsReply."""
 

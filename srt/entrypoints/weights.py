@@ -12,11 +12,10 @@ from starlette.types import ASGIApp
 from ...managers.tokenizer_manager import TokenizerManager
 from ...managers.weight_control import DRAIN_TIMEOUT_S
 from ..errors import InvalidRequest, NotAllowed
+from ..weight_messages import VERSION_RULE, is_version
 from .allowed_paths import path_inside
 from .routing import Server, json_response
 from .wire import BodyCodec, Wire, doc, only, shown
-
-_MAX_VERSION_CHARS = 128
 
 
 class UpdateWeightsBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -68,11 +67,8 @@ async def update_weights_from_disk(server: Server, request: Request, body: Updat
 async def load_weights(manager: TokenizerManager, path: str, body: UpdateWeightsBody) -> UpdateWeightsAnswer:
     """Loads the weights at `path`. Raises InvalidRequest, EngineBusy; then the old weights are in use."""
     version = body.weight_version
-    if version is not None and not (0 < len(version) <= _MAX_VERSION_CHARS and version.isprintable()):
-        raise InvalidRequest(
-            f"weight_version must have 1 to {_MAX_VERSION_CHARS} printable characters, got {shown(version)}",
-            param="weight_version",
-        )
+    if version is not None and not is_version(version):
+        raise InvalidRequest(f"weight_version must have {VERSION_RULE}, got {shown(version)}", param="weight_version")
     timeout_s = DRAIN_TIMEOUT_S if body.drain_timeout is None else body.drain_timeout
     if not 0 <= timeout_s < math.inf:
         raise InvalidRequest(f"drain_timeout must be 0 or more, got {timeout_s:g}", param="drain_timeout")

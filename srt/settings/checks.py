@@ -11,6 +11,7 @@ from ..kv_events import read_config
 from ..origins import parse_origins
 from ..plain_values import is_utf8
 from ..tenant_weights import parse_weights
+from ..weight_messages import VERSION_RULE, is_version
 from .failures import HEARTBEAT_S, MIN_WATCHDOG_S
 from .scheduler import MAX_VERIFIED_TOKENS
 from .setting import flag_name
@@ -62,9 +63,11 @@ def check_settings(args: ServerArgs) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{flag_name(name)} must be at least 1, got {value}")
-    for name in ("update_weights_dir", "lora_dir", "profile_dir", "weight_version", "served_model_name", "resume_file"):
+    for name in ("update_weights_dir", "lora_dir", "profile_dir", "served_model_name", "resume_file"):
         if getattr(args, name) == "":  # an empty folder would be the current one
             raise ValueError(f"{flag_name(name)} must not be empty")
+    if not is_version(args.weight_version):
+        raise ValueError(f"--weight-version must have {VERSION_RULE}, got {args.weight_version!r}")
     _check_sizes(args)
     _check_lora(args)
     _check_http(args)

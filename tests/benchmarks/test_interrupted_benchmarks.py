@@ -19,6 +19,8 @@ from patience import PATIENCE_S
 
 from tercet.benchmarks.server_process import ended_by_signals, running_server
 
+pytestmark = pytest.mark.timeout(300)
+
 _CODE = """
 import signal, sys, tempfile
 from tercet.benchmarks import {module}

@@ -17,6 +17,8 @@ from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.timeout(300)
+
 TEXT = "In 1813, 12345 copies of 'Pride & Prejudice' (3 volumes)\n\tcost 18 shillings; the café's naïve!"
 
 

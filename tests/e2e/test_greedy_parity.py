@@ -28,6 +28,8 @@ from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.timeout(300)
+
 NUM_PROMPTS = int(os.environ.get("TERCET_PARITY_PROMPTS", "50" if ALL_CASES else "31"))
 """The longest is the 31st. Emulators have time for a few. `test_alone` and `test_in_batches` need only one."""
 NEW_TOKENS = 16

@@ -20,7 +20,7 @@ from toy_engine import REAL_SERVER, ServerProcess, Stream, environment, is_gone,
 from tercet.srt.model_files.default_model import require_default_model
 from tercet.srt.text.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 FLAGS = ["--port", "0", "--max-total-tokens", "8192"]
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

@@ -15,6 +15,8 @@ from tercet.managers.ngram_proposer import NgramProposer
 from tercet.model_executor import cpu_extension
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 
+pytestmark = pytest.mark.timeout(300)
+
 NUM_SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "24"))
 
 

@@ -13,7 +13,10 @@ from patience import PATIENCE_S
 from tercet.model_executor import cpu_build, cpu_extension
 
 SOURCES = Path(cpu_extension.__file__).parents[1] / "csrc/cpu"
-pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+pytestmark = [
+    pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor"),
+    pytest.mark.timeout(300),
+]
 
 START = """
 import os, threading

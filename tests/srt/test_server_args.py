@@ -28,6 +28,8 @@ from tercet.srt.server_args import ServerArgs
         ),
         ({"random_seed": 2**63}, "--random-seed must be in [-2**63, 2**63), got 9223372036854775808"),
         ({"stream_interval": 10**30}, "--stream-interval must be in [-2**63, 2**63), got 1000000"),
+        ({"weight_version": "a\nb"}, "--weight-version must have 1 to 128 printable characters, got 'a\\nb'"),
+        ({"weight_version": ""}, "--weight-version must have 1 to 128 printable characters, got ''"),
         ({"weight_version": "a\udcff"}, "--weight-version must be valid UTF-8 without NUL characters"),
         ({"api_key": ["a", "b\udcff"]}, "--api-key must be valid UTF-8 without NUL characters"),
         ({"record_schedule": "a\0b"}, "--record-schedule must be valid UTF-8 without NUL characters"),

@@ -26,6 +26,8 @@ from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.timeout(300)
+
 TWO_KINDS_OF_LAYER = ModelConfig(
     architecture="LlamaForCausalLM",
     hidden_size=32,

@@ -40,6 +40,8 @@ from tercet.model_executor.kernels.tuning import HOPPER_TILE
 from tercet.model_executor.kernels.work_map import WorkMap
 from tercet.srt.model_files.model_config import ModelConfig
 
+pytestmark = pytest.mark.timeout(300)
+
 LLAMA = ModelConfig(
     architecture="LlamaForCausalLM",
     hidden_size=32,

@@ -15,6 +15,8 @@ from tercet.model_executor.runner import settings
 from tercet.model_executor.step import ForwardMode, NewRow, StepInputs
 from tercet.srt.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.timeout(300)
+
 IN_A_CHAIN = {"_skinny_linear_kernel", "_fused_decode_kernel"}
 
 

@@ -18,6 +18,8 @@ from compiled_experts import (
 from some_cases import crossed
 from triton_aot import Launch, Resources, assert_fits, compile_all, compile_launch, what_is_compiled
 
+pytestmark = pytest.mark.timeout(300)
+
 _ARITHMETIC = re.compile(r"\b((?:wgmma\.mma_async|mma|fma|mul|add)\.\S*f(?:32|16)\S*)")
 MANY_LAUNCHES = [
     "_router_kernel", "_choose_kernel", "_place_kernel", "_expert_product_kernel", "_expert_product_kernel",

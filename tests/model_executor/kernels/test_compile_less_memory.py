@@ -13,6 +13,8 @@ from triton_aot import Launch, assert_fits, compile_launch
 
 from tercet.model_executor.kernels.tuning import LESS_SHARED_MEMORY, decode_tile, extend_tile
 
+pytestmark = pytest.mark.timeout(300)
+
 ARCH = "sm_89"
 CASES: dict[str, Callable[[], list[Launch]]] = {
     "extend of 192": lambda: extend_launches(BY_NAME["32x8x192-bfloat16"], ARCH, "splits in turn"),

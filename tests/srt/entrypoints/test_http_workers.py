@@ -21,6 +21,8 @@ from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_flags
 
 from tercet.srt.entrypoints.http_listener import bind_group
 
+pytestmark = pytest.mark.timeout(300)
+
 LONG = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 150}}
 SHORT = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
 

@@ -29,6 +29,8 @@ from tercet.srt.machine.oom import num_oom_kills
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.timeout(300)
+
 TOKENS = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 150}}
 CACHE = "XDG_CACHE_HOME"
 

@@ -28,6 +28,8 @@ from toy_engine import (
     write_toy_config,
 )
 
+pytestmark = pytest.mark.timeout(300)
+
 TOKENS = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 400}}
 
 
