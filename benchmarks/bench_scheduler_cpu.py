@@ -199,8 +199,9 @@ def _round(
         publisher = links.publisher(folder, stack) if case.has_events else None
         scheduler = _scheduler(case, server_args, config, profile, links, tiers, publisher, stack)
         gc.collect()
-        gc.freeze()  # as the process of a server does before its first request
-        stack.callback(gc.unfreeze)
+        if not gc.get_freeze_count():  # else the end would undo what the caller has frozen
+            gc.freeze()  # as the process of a server does before its first request
+            stack.callback(gc.unfreeze)
         waiting = scheduler.scheduler.queues.waiting
         links.send(requests, options.num_running + case.num_waiting)
         turns = scheduler.turns()
