@@ -19,11 +19,11 @@ assert cpu_extension.load() is not None
 class Some:
     def pytest_collection_modifyitems(self, items):
         from some_cases import ALL_CASES
-        items[:] = items if ALL_CASES else items[index % 3 :: 3]
+        items[:] = items if ALL_CASES else items[index % 4 :: 4]
 chosen = "not slower_builds and not test_cpu_extension and not thread_pool"  # these depend on no build
 sys.exit(pytest.main([*sys.argv[2:], "-q", "-x", "-p", "no:cacheprovider", "-k", chosen], plugins=[Some()]))
 """
-"""A usual run takes every third test."""
+"""A usual run takes every fourth test."""
 
 
 @pytest.mark.timeout(600)

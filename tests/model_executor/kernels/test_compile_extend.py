@@ -43,9 +43,9 @@ def every_case() -> Iterator[Case]:
 
 def aspects(case: Case) -> Iterable[Hashable]:
     shape, splits, page_size, arch = case
-    yield arch, tile_of(shape, page_size, arch)
     yield arch, splits, page_size
     if arch == "sm_90":
+        yield tile_of(shape, page_size, arch)
         yield "kind", shape.kind, page_size
         yield "width", shape.head_dim
         yield "options", shape.soft_cap, shape.window, shape.has_sinks

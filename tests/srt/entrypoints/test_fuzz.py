@@ -53,7 +53,7 @@ from tercet.srt.entrypoints.score import ScoreBody
 from tercet.srt.entrypoints.tokenize import DetokenizeBody, TokenizeBody
 from tercet.srt.entrypoints.wire import Wire, fields_of
 
-EXAMPLES = int(os.environ.get("TERCET_FUZZ_EXAMPLES", "1000"))
+EXAMPLES = int(os.environ.get("TERCET_FUZZ_EXAMPLES", "500"))
 CHECKED = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
