@@ -17,7 +17,7 @@ _REPLACEMENT = "\ufffd"
 _MAX_PENDING = 6
 _MAX_CONTEXT = 6
 _MAX_INCOMPLETE = 3
-"""Bytes of a character that lacks its last one."""
+"""The most bytes of a character without its last one. A byte may be a token."""
 
 
 class _Stream(Protocol):

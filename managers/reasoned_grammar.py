@@ -43,9 +43,10 @@ class ReasonedGrammar:
         self._grammar = grammar
         self._span = span
         num_words = vocabulary.num_words
-        free = vocabulary.text_mask | mask_of_all((*span.starts, *span.ends), num_words)
         if isinstance(grammar, AnyGrammar):
-            free = np.full_like(free, -1)
+            free = np.full(num_words, -1, np.int32)
+        else:
+            free = vocabulary.text_mask | mask_of_all((*span.starts, *span.ends), num_words)
         self._masks = _Masks(mask_of_all(span.starts, num_words), free, mask_of(span.ends[0], num_words))
 
     @property

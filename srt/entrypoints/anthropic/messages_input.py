@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InvalidRequest, UnsupportedField
+from ..openai.tool_protocol import function_tool
 from ..wire import shown
 from .messages_protocol import ContentBlock, CountTokensBody, InputMessage, MessagesBody, MessagesToolChoice, ResultPart
 
@@ -48,16 +49,7 @@ def chat_of(body: CountTokensBody) -> dict[str, Any]:
     chat["chat_template_kwargs"] = _template_kwargs(body)
     chat["thinking_token_budget"] = body.thinking and body.thinking.budget_tokens
     chat["tools"] = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.input_schema,
-                "strict": tool.strict,
-            },
-        }
-        for tool in body.tools or ()
+        function_tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in body.tools or ()
     ]
     if body.tool_choice is not None:
         chat["tool_choice"] = _tool_choice(body.tool_choice)

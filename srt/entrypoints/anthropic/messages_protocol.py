@@ -9,7 +9,6 @@ from ..openai.tool_protocol import CacheControl
 from ..wire import TEXT_ONLY, Int32, Int64, Wire, doc, only
 
 _NO_CITATIONS = "citations are not supported"
-_ONE_PLACE = "the server runs where it runs"
 _KEPT_WHOLE: tuple[Any, ...] = {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
@@ -170,6 +169,6 @@ class MessagesBody(CountTokensBody, kw_only=True, frozen=True, forbid_unknown_fi
     session_id: SessionId = None
     retention_seconds: RetentionSeconds = None
     service_tier: Annotated[Any, only("the server has one service tier", "auto", "standard_only")] = None
-    inference_geo: Annotated[Any, only(_ONE_PLACE)] = None
+    inference_geo: Annotated[Any, only("the server runs in one place")] = None
     container: Annotated[Any, only("the server runs no code")] = None
     diagnostics: Annotated[Any, only("there are no diagnostics of requests")] = None

@@ -15,6 +15,7 @@ from .responses_protocol import (
     ResponsesTool,
     ResponsesToolChoice,
 )
+from .tool_protocol import function_tool
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "frequency_penalty", "presence_penalty", "parallel_tool_calls",
@@ -49,16 +50,8 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
             )
     chat["chat_template_kwargs"] = kwargs
     chat["tools"] = [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": _description(place.namespace, place.function),
-                "parameters": place.function.parameters,
-                "strict": place.function.strict,
-            },
-        }
-        for name, place in functions_of(body)
+        function_tool(name, _description(namespace, function), function.parameters, function.strict)
+        for name, (namespace, function) in functions_of(body)
     ]
     choice = body.tool_choice
     chat["tool_choice"] = _tool_choice(choice) if isinstance(choice, ResponsesToolChoice) else choice

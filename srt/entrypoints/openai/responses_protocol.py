@@ -72,7 +72,7 @@ class ResponsesFunction(Wire, kw_only=True, frozen=True, forbid_unknown_fields=T
     """A function that the model may call."""
 
     type: Annotated[Literal["function"], doc("Always `function`")]
-    name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`, with the namespace and `__` before them")]
+    name: Annotated[str, doc("`NAMESPACE__NAME` must have 1 to 128 letters, digits, `_`, `-` and `.`")]
     description: Annotated[str | None, doc("What the function does; the model reads it")] = None
     parameters: Parameters = None
     strict: Strict = None

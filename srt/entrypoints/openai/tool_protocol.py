@@ -46,6 +46,14 @@ class Tool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     cache_control: CacheControl = None
 
 
+def function_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
+) -> dict[str, Any]:
+    """The fields of a Tool, for an API that writes its functions otherwise."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
 class FunctionName(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Names one of the functions in `tools`."""
 
