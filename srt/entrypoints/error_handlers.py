@@ -71,6 +71,11 @@ def envelope(error: TercetError) -> bytes:
     return _encode(ErrorEnvelope(ErrorBody(error.message, error.err_type, error.param, error.code)))
 
 
+def text_with_param(error: TercetError) -> str:
+    """What is wrong and where, for an API whose errors do not name the field."""
+    return error.message if error.param is None else f"{error.param}: {error.message}"
+
+
 def internal_error() -> TercetError:
     """The error that a client gets for a defect. It has no details."""
     return TercetError("internal error; the server's log has the details")

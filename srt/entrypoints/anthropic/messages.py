@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from ...errors import InvalidRequest, TercetError
 from ...io_struct import LengthFinish, StopFinish, TextOut
+from ..error_handlers import text_with_param
 from ..job import Sample
 from ..lora import target_of
 from ..openai.chat import CHAT_CODEC, render_chat, run_chat
@@ -143,8 +144,7 @@ class _MessagesFormat(PlannedFormat):
     def failure(self, error: TercetError) -> bytes:
         if isinstance(error, InvalidRequest):
             error = _renamed(error)
-        message = error.message if error.param is None else f"{error.param}: {error.message}"
-        self._tell("error", error=MessageError(_kind_of(error), message))
+        self._tell("error", error=MessageError(_kind_of(error), text_with_param(error)))
         return self._told()
 
     def full_response(self) -> Any:

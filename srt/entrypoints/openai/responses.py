@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from ...errors import InvalidRequest, TercetError
 from ...io_struct import LengthFinish, StopFinish, TextOut
 from ...sampling_params import SamplingParams
+from ..error_handlers import text_with_param
 from ..job import Sample
 from ..lora import target_of
 from ..request_names import RequestNames, names_of
@@ -131,8 +132,7 @@ class _ResponsesFormat(PlannedFormat):
     def failure(self, error: TercetError) -> bytes:
         if isinstance(error, InvalidRequest):
             error = _renamed(error)
-        message = error.message if error.param is None else f"{error.param}: {error.message}"
-        shown = ResponseError(error.code or "server_error", message)
+        shown = ResponseError(error.code or "server_error", text_with_param(error))
         self._tell("response.failed", response=self._response("failed", output=self._items.so_far(), error=shown))
         return self._told()
 
