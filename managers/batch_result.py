@@ -70,6 +70,8 @@ class ResultProcessor:
                     finish = _failure_of(req, error)
             else:
                 finish = self._accept_constrained(req, int(batch.sampled_lens[place]), tokens)
+            if num_drafts is not None and num_drafts[place]:
+                self._count_accepted(req, num_drafts[place], int(batch.sampled_lens[place]), tokens)
             if finish is not None:
                 self.finish(req, finish)
             elif req.is_streaming and len(tokens) == 1:
@@ -81,8 +83,6 @@ class ResultProcessor:
             elif len(req.output_ids) >= req.next_output_len:
                 put(req.take_output())
         self._metrics.on_result(_num_output_tokens(batch.sampled) - num_known)
-        if num_drafts is not None:
-            self._count_accepted(batch, num_drafts, rows)
 
     def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Frees the KV of rejected drafts. Must be called before any KV of these requests enters the cache.
@@ -96,12 +96,14 @@ class ResultProcessor:
             if num_rejected and req.row:
                 self._kv.truncate(req, req.kv_len - num_rejected)
 
-    def _count_accepted(self, batch: ScheduleBatch, num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        """Counts accepted drafts. Right ones after the end of a request do not count."""
-        for req, num, length, tokens in zip(batch.sampled, num_drafts, batch.sampled_lens.tolist(), rows, strict=True):
-            if num:
-                num_new = min(req.num_tokens - length, len(tokens))  # forced tokens may follow them
-                self._metrics.on_verified(num, max(num_new - 1, 0))
+    def _count_accepted(self, req: Req, num_drafts: int, length: int, tokens: Sequence[int]) -> None:
+        """Counts the accepted drafts of a request. Right ones after its end do not count. `length`: of the request
+        before `tokens`."""
+        num_new = min(req.num_tokens - length, len(tokens))  # forced tokens may follow them
+        num_accepted = max(num_new - 1, 0)
+        req.num_drafts += num_drafts
+        req.num_accepted_drafts += num_accepted
+        self._metrics.on_verified(num_drafts, num_accepted)
 
     def _accept_constrained(self, req: Req, length: int, tokens: Sequence[int]) -> FinishReason | None:
         """As `_accept`, and then also the tokens that the grammar forces. `length`: of the request before `tokens`."""

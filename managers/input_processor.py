@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ..srt.errors import InvalidRequest, PromptTooLong
-from ..srt.io_struct import DecodeOptions, GenerateReq
+from ..srt.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from ..srt.io_struct import DecodeOptions, GenerateReq, pack_ids
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.plain_values import converted
 from ..srt.request_options import RequestOptions
@@ -60,6 +60,7 @@ class InputProcessor:
         self._max_retention_s = server_args.max_retention_s if server_args.honours_retention else None
         self._allow_auto_truncate = server_args.allow_auto_truncate
         self._has_hidden_states = server_args.enable_return_hidden_states
+        self._has_drafts = server_args.speculative_algorithm is not None
         self._hidden_size = model_config.hidden_size
         self.update(facts)
         self._seeds = random.Random(server_args.random_seed)
@@ -95,8 +96,10 @@ class InputProcessor:
             )
         return sampling
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, truncates: bool | None = None) -> list[int]:
-        """The token ids of a text. `truncates`: see `truncates_prompt`.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, truncates: bool | None = None, name: str = "prompt"
+    ) -> list[int]:
+        """The token ids of a text. `truncates`: see `truncates_prompt`. `name`: of the text, for error messages.
 
         Raises InvalidRequest without a tokenizer and for invalid Unicode, and PromptTooLong for a text that can never
         fit. Other texts that do not fit are returned whole, for `check_ids`.
@@ -107,7 +110,7 @@ class InputProcessor:
         if self.truncates_prompt(truncates):
             text = text[-self._max_chars :]
         else:
-            self._refuse_excess(tokenizer, text)
+            self._refuse_excess(tokenizer, text, name)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def prompt_ids(
@@ -131,6 +134,23 @@ class InputProcessor:
         encode = functools.partial(self.encode, text, add_special_tokens=add_special_tokens, truncates=truncates)
         return encode() if len(text) < _TOKENISE_OFF_LOOP_CHARS else await asyncio.to_thread(encode)
 
+    def prediction_ids(self, given: str | Sequence[int]) -> bytes:
+        """The packed token ids of a predicted output, for `RequestOptions.prediction`.
+
+        Raises as `encode` and `check_ids` do, and UnsupportedField on a server that makes no drafts.
+        """
+        name = "prediction"
+        if not self._has_drafts:
+            raise UnsupportedField(f"{name} needs a server with --speculative-algorithm NGRAM", param=name)
+        try:
+            ids, is_text = given, isinstance(given, str)
+            if isinstance(ids, str):
+                ids = self.encode(ids, add_special_tokens=False, truncates=False, name=name)
+            return pack_ids(self.check_ids(ids, is_text=is_text, truncates=False, name=name) if ids else ())
+        except InvalidRequest as error:
+            error.param = name
+            raise
+
     def truncates_prompt(self, choice: bool | None) -> bool:
         """Whether a prompt that is too long loses its first tokens. `choice`: of the request. None: as
         `--allow-auto-truncate` says."""
@@ -140,7 +160,7 @@ class InputProcessor:
     def _max_chars(self) -> int:
         return _MAX_CHARS_PER_TOKEN * max(self._facts.context_len, 1)
 
-    def _refuse_excess(self, tokenizer: Tokenizer, text: str) -> None:
+    def _refuse_excess(self, tokenizer: Tokenizer, text: str, name: str) -> None:
         """Raises PromptTooLong for too many characters, and for a long text with over twice the tokens that fit.
 
         Tokenising needs hundreds of bytes per token, so such a text is counted in pieces, one in memory at a time.
@@ -148,7 +168,7 @@ class InputProcessor:
         The count decides nothing else: a text that passes is tokenised whole.
         """
         if len(text) > self._max_chars:
-            raise self._overflow(f"the prompt has {len(text)} characters; at most {self._max_chars} can fit")
+            raise self._overflow(f"the {name} has {len(text)} characters; at most {self._max_chars} can fit")
         limit = self._facts.max_req_input_len
         if len(text) <= _USUAL_CHARS_PER_TOKEN * limit:
             return
@@ -156,10 +176,13 @@ class InputProcessor:
         for start in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(tokenizer.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
             if num_tokens > 2 * limit:
-                raise self._overflow(f"the prompt has more than {2 * limit} tokens; at most {limit} fit")
+                raise self._overflow(f"the {name} has more than {2 * limit} tokens; at most {limit} fit")
 
-    def check_ids(self, ids: Sequence[int], *, is_text: bool, truncates: bool | None = None) -> Sequence[int]:
+    def check_ids(
+        self, ids: Sequence[int], *, is_text: bool, truncates: bool | None = None, name: str = "prompt"
+    ) -> Sequence[int]:
         """Checks the token ids of a prompt. Returns all of them, or the last ones that fit (`truncates_prompt`).
+        `name`: of what has the ids, for error messages.
 
         Raises InvalidRequest for no ids and for ids outside the vocabulary, PromptTooLong for too many.
         """
@@ -168,7 +191,7 @@ class InputProcessor:
         limit = self._facts.max_req_input_len
         if len(ids) > limit:
             if not self.truncates_prompt(truncates):
-                raise self._overflow(f"the prompt has {len(ids)} tokens; at most {limit} fit")
+                raise self._overflow(f"the {name} has {len(ids)} tokens; at most {limit} fit")
             ids = ids[-limit:]
         self._check_rows(ids, is_text=is_text)
         return ids

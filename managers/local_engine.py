@@ -139,6 +139,7 @@ class LocalEngine:
         running_timeout: float | None = None,
         session_id: str = "",
         retention_seconds: float | None = None,
+        prediction: str | Sequence[int] = "",
         return_logprob: bool = False,
         logprob_start_len: int = -1,
         top_logprobs_num: int = 0,
@@ -151,15 +152,17 @@ class LocalEngine:
         defaults. `n` must be 1; add one request for each sample. `cache_salt`: only requests with the same salt share
         cached prefixes. `lora_path`: the name of an adapter of the setting `lora_paths`. `tenant`: whose request it is;
         the tenants share the engine with `schedule_policy="dlpm"`.
-        `priority` and the arguments after it are the fields of `/generate`; those of log probabilities fill
-        `StepResult.logprobs`.
+        `prediction`: a text, or token ids, that the output probably resembles; drafts come from it, too. The other
+        arguments are the fields of `/generate`; those of log probabilities fill `StepResult.logprobs`.
 
         A grammar is compiled in this call, without the limits on time and memory that a server has.
 
         Raises InvalidRequest where a server answers with status 400. Errors that only the scheduler can find, such as
         a full waiting queue, are in the `finish_reasons` of the next step.
         """
-        call = _converted(_Call, request_id=request_id, prompt=prompt, return_logprob=return_logprob)
+        call = _converted(
+            _Call, request_id=request_id, prompt=prompt, return_logprob=return_logprob, prediction=prediction
+        )
         check_name(request_id, "request_id")
         if request_id in self._unfinished:
             raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not finished")
@@ -191,6 +194,7 @@ class LocalEngine:
             stream=True,
             logprobs=logprobs if return_logprob else None,
             adapter=self._adapter(lora_path),
+            prediction=self._inputs.prediction_ids(call.prediction) if call.prediction else b"",
         )
         self._inputs.check_options(options)
         self._inputs.check_logprobs(options, len(ids))
@@ -258,6 +262,7 @@ class _Call(msgspec.Struct):
     request_id: str
     prompt: str | list[int]
     return_logprob: bool
+    prediction: str | list[int]
 
 
 class _Scored(NamedTuple):
@@ -321,6 +326,6 @@ def _converted(kind: type[T], **values: Any) -> T:
     """A struct of these values. Raises InvalidRequest for a value of a wrong type or out of range."""
     plain = {name: one if isinstance(one, msgspec.Struct) else plain_value(one) for name, one in values.items()}
     for name, value in plain.items():
-        if name != "prompt":  # it is checked when it is tokenised
+        if name not in ("prompt", "prediction"):  # they are checked when they are tokenised
             check_in_json(value, name)
     return converted(kind, plain)

@@ -1,7 +1,8 @@
 """Drafts from a request's own tokens: what followed the last occurrence of its newest tokens.
 
 Texts that repeat parts of their prompt have such drafts: summaries, edits of code, answers with quotations. The method
-is prompt lookup (Saxena, "Prompt Lookup Decoding", 2023).
+is prompt lookup (Saxena, "Prompt Lookup Decoding", 2023). A request may also bring a prediction of its output. It
+stands between prompt and output, as if it were an earlier answer, and the first guess is its beginning.
 
 How many drafts a step gets is decided by what they bring. Each request learns how often its drafts were right, for
 repetitions of several lengths. It also learns when it proposes none, because a guess can be compared with the tokens
@@ -17,7 +18,10 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import NamedTuple
 
+import numpy as np
+
 from ..srt.arrays import Int32Array
+from ..srt.io_struct import unpack_ids
 from ..srt.server_args import ServerArgs
 from ..srt.settings.scheduler import MAX_VERIFIED_TOKENS
 from .draft_cost import DraftCost, choose_counts
@@ -93,7 +97,8 @@ class NgramProposer:
         """The history of a request, up to its newest token."""
         history = self._histories.get(req)
         if history is None:
-            history = self._histories[req] = _History(req.prompt_ids, self._max_drafts)
+            prediction = unpack_ids(req.options.prediction)
+            history = self._histories[req] = _History(req.prompt_ids, prediction, self._max_drafts)
         history.extend(req.output_ids)
         return history
 
@@ -118,16 +123,16 @@ class _History:
     the caches, so each call takes long.
     """
 
-    def __init__(self, prompt_ids: Int32Array, max_drafts: int) -> None:
+    def __init__(self, prompt_ids: Int32Array, prediction: Int32Array, max_drafts: int) -> None:
         self._max_drafts = max_drafts
-        self._prompt_len = len(prompt_ids)
-        self._data = bytearray(prompt_ids.astype("<i4").tobytes())
+        self._output_start = len(prompt_ids) + len(prediction)
+        self._data = bytearray(np.concatenate((prompt_ids, prediction)).astype("<i4").tobytes())
         """All tokens, 4 bytes each."""
-        self._guess: list[int] = []
+        self._guess: list[int] = prediction[: max_drafts + 1].tolist()
         """The last guess, if it was not compared with the tokens that came."""
-        self._start = 0
+        self._start = len(prompt_ids)
         """Its place in `_data`, in tokens."""
-        self._class = 0
+        self._class = len(LENGTHS) - 1
         """Its class of repetitions."""
         self._goes_on = False
         """Whether all tokens since the last guess were right. Then its repetition is longer now."""
@@ -136,7 +141,7 @@ class _History:
 
     def extend(self, output_ids: Sequence[int]) -> None:
         """Append the output tokens that are new, and compare the last guess with them."""
-        new = output_ids[len(self._data) // _SIZE - self._prompt_len :]
+        new = output_ids[len(self._data) // _SIZE - self._output_start :]
         if new:
             self._goes_on = self._rate(new)
             self._start += len(new)

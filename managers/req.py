@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from .req_hidden import ReqHidden
 from .req_logprobs import ReqLogprobs
 from .req_pooling import ReqPooling
 from .req_tiers import ReqTiers
+from .text_stream import StopChecker
 
 MAX_FORCED = 32
 """Forced tokens that follow one sampled token at most. Other requests wait while their masks are computed, and while a
@@ -42,17 +42,6 @@ class Stage(Enum):
     EXTENDING = "extending"
     DECODING = "decoding"
     FINISHED = "finished"
-
-
-class StopChecker(Protocol):
-    """Watches the text of one request for its stop strings."""
-
-    @property
-    def quiet(self) -> Container[int]:
-        """Tokens that need not be pushed now, because no stop string can have begun or can begin with them."""
-
-    def push(self, token: int) -> str | None:
-        """The stop string that this token completes, if any."""
 
 
 class Req:
@@ -82,6 +71,8 @@ class Req:
         "namespace",
         "next_output_len",
         "node",
+        "num_accepted_drafts",
+        "num_drafts",
         "num_retractions",
         "num_sent",
         "num_steps_in_flight",
@@ -163,6 +154,8 @@ class Req:
         """Those of them that came from host memory."""
         self.storage_tokens = 0
         """Those of them that were read from files."""
+        self.num_drafts = self.num_accepted_drafts = 0
+        """Drafts that steps of this engine have verified, and those of them that were right."""
         self.arrived_s = 0.0
         """When it arrived, on the scheduler's clock. SchedulerMetrics writes this and the next one."""
         self.queue_time_s: float | None = None
@@ -390,6 +383,8 @@ class Req:
                 None if self.finish is None else self.queue_time_s,
                 self.host_tokens,
                 self.storage_tokens,
+                self.num_drafts,
+                self.num_accepted_drafts,
             ),
             options=options,
             logprobs=None if self.logprobs is None else self.logprobs.take(num_tokens - num_sent),

@@ -9,7 +9,8 @@ from ..srt.adapters import AdapterRef
 from ..srt.errors import PromptTooLong
 from ..srt.io_struct import GenerateReq, unpack_ids
 from ..srt.request_options import RequestOptions
-from .req import Req, StopChecker
+from .req import Req
+from .text_stream import StopChecker
 
 _NEVER = 1 << 30
 

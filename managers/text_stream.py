@@ -7,6 +7,7 @@ tokens through the same class, so they cannot disagree. The scheduler leaves out
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from typing import Protocol
 
 from ..srt.io_struct import DecodeOptions
 from ..srt.text.tokenizer import Tokenizer
@@ -48,8 +49,19 @@ class TextStream:
         return self._stops.release() + self._decoder.finish()
 
 
+class StopChecker(Protocol):
+    """Watches the text of one request for its stop strings."""
+
+    @property
+    def quiet(self) -> Container[int]:
+        """Tokens that need not be pushed now, because no stop string can have begun or can begin with them."""
+
+    def push(self, token: int) -> str | None:
+        """The stop string that this token completes, if any."""
+
+
 class StopStringChecker:
-    """Detects stop strings for the scheduler.
+    """Detects stop strings for the scheduler (StopChecker).
 
     A stop string begins with a byte that begins a character. In UTF-8 such a byte is never a part of another character,
     whatever comes before it. So while the stream is idle, a token without the first byte of any stop string changes

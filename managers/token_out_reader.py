@@ -52,4 +52,6 @@ def _one_more(counts: Counts) -> Counts:
         None,
         counts.host_tokens,
         counts.storage_tokens,
+        counts.num_drafts,
+        counts.num_accepted_drafts,
     )

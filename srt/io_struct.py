@@ -180,6 +180,9 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of `cached_tokens`, those that were loaded from host memory."""
     storage_tokens: int = 0
     """Of `cached_tokens`, those that were read from files."""
+    num_drafts: int = 0
+    """Drafts that the present engine has verified, up to the last TokenOut."""
+    num_accepted_drafts: int = 0
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):

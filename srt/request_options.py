@@ -6,8 +6,8 @@ It is passed unchanged from the decoded body to the scheduler:
 
 A body declares an option as a field of the same name; the OpenAI bodies call `tenant` `user`
 (srt/entrypoints/options.py). So a new option is a field here, a field of the bodies that offer it, and the code that
-reads it. `sampling`, `logprobs` and `adapter` are objects, which each API makes from fields of its own. `reasoning`
-follows from the rendered prompt, and `shown_tokens` from the formats that its answer is read in.
+reads it. Each API makes `sampling`, `logprobs`, `adapter` and `prediction` from fields of its own.
+`reasoning` follows from the rendered prompt, and `shown_tokens` from the formats that its answer is read in.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pooling: Pooling | None = None
     """None: no embedding is computed. Otherwise the last output has the embedding, if nothing failed."""
 
+    prediction: bytes = b""
+    """Token ids (`pack_ids`) of a text that the output probably resembles. Drafts come from it, too."""
     reasoning: ReasoningSpan | None = None
     """The reasoning before the text of the grammar. None: the grammar begins with the first token. Without a grammar,
     it has a limit."""

@@ -97,6 +97,8 @@ class FakeScheduler:
         self.is_paused = False
         self.tiers: TierState | None = None
         self.speculation: SpeculationState | None = None
+        self.num_drafts = self.num_accepted_drafts = 0
+        """In the counts of each output."""
         self.is_paused = False
         self.answers: dict[type, Callable[[Any], ToTokenizer]] = {}
         """The replies to further kinds of messages."""
@@ -181,6 +183,9 @@ class FakeScheduler:
         text = "".join(self.words[i % len(self.words)] for i in range(done, upto))
         ids = [i % 256 for i in range(done, upto)]
         counts = Counts(prompt_tokens, upto, prompt_tokens - 1, 0, None if finish is None else 0.25)
+        counts = msgspec.structs.replace(
+            counts, num_drafts=self.num_drafts, num_accepted_drafts=self.num_accepted_drafts
+        )
         logprobs = fake_logprobs(request, done, ids) if request.options.logprobs is not None else None
         tokens = TokenOut(rid=request.rid, token_ids=ids, finish=finish, counts=counts, logprobs=logprobs)
         tokens = msgspec.structs.replace(tokens, hidden_states=fake_hidden(request, done, upto))

@@ -131,6 +131,10 @@ CHAT: Table = {
     "separate_reasoning": (False, lambda seen: message_of(seen)["content"].startswith("hm</think>")),
     "stream_reasoning": (False, lambda seen: [text for text in thoughts_of(seen) if text] == ["hm"]),
     "thinking_token_budget": (5, lambda seen: seen.answer["error"]["param"] == "thinking_token_budget"),
+    "prediction": (
+        {"type": "content", "content": "a"},
+        lambda seen: seen.answer["error"]["param"] == "prediction",
+    ),  # the server makes no drafts
     "reasoning_effort": ("high", lambda seen: seen.prompt.endswith("<assistant>(high)")),
 }
 MESSAGE: Table = {

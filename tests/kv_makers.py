@@ -10,13 +10,15 @@ import numpy as np
 
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.kv_tiers import KVTiers
-from tercet.managers.req import Req, StopChecker
+from tercet.managers.req import Req
+from tercet.managers.text_stream import StopChecker
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.kv_files import KVFiles
 from tercet.mem_cache.kv_storage import KVStorage
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
+from tercet.srt.io_struct import pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -63,13 +65,14 @@ def make_req(
     eos_ids: frozenset[int] = frozenset(),
     stop_checker: StopChecker | None = None,
     stream_interval: int = 1,
+    prediction: Sequence[int] = (),
     **sampling: object,
 ) -> Req:
     params = SamplingParams(**{"max_new_tokens": 1, "sampling_seed": 0, **sampling})
     req = Req(
         f"r{arrival}",
         i32(*prompt),
-        RequestOptions(sampling=params, cache_salt=salt),
+        RequestOptions(sampling=params, cache_salt=salt, prediction=pack_ids(prediction)),
         arrival=arrival,
         eos_ids=eos_ids,
         stop_checker=stop_checker,

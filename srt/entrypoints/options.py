@@ -13,7 +13,7 @@ from ..tenant_names import tenant_name
 OPTION_FIELDS = {
     name: "user" if name == "tenant" else name
     for name in RequestOptions.__struct_fields__
-    if name not in ("sampling", "logprobs", "adapter", "reasoning", "shown_tokens")
+    if name not in ("sampling", "logprobs", "adapter", "prediction", "reasoning", "shown_tokens")
 }
 """The options that are read from a field of a body, and the name of the field. Each API makes the other ones itself.
 The tenant of /generate is its field `tenant` (native.py)."""

@@ -231,6 +231,8 @@ def test_right_drafts_after_the_end_of_a_request_are_not_counted(logprobs: Logpr
     assert rig.heard["r"].ids == expected[:4]
     speculation = rig.scheduler.state().speculation
     assert speculation == SpeculationState(num_verifications=1, num_drafts=4, num_accepted_drafts=2)
+    counts = rig.heard["r"].last.counts
+    assert (counts.num_drafts, counts.num_accepted_drafts) == (4, 2)
     assert speculation.accept_length == 3
 
 

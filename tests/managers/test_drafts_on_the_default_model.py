@@ -103,3 +103,30 @@ def test_tokens_and_log_probabilities_are_the_same_in_fewer_steps(
     speculation = engine.scheduler.state().speculation
     assert speculation is not None and speculation.accept_rate > 0.4
     assert not engine.scheduler.planner._proposer._histories  # type: ignore[union-attr]
+
+
+def test_a_prediction_saves_steps_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right prediction, one with another token in its middle, and one of another text."""
+    monkeypatch.setattr(DraftCost, "observe", lambda *_: None)
+    engine = LocalEngine(model_path(), max_total_tokens=8192, random_seed=1, speculative_algorithm="NGRAM")
+
+    def answer(prediction: str | list[int]) -> tuple[list[int], int]:
+        params = SamplingParams(temperature=0.0, max_new_tokens=80, ignore_eos=True)
+        engine.add_request("r", "Write a short story about a fox.", params, prediction=prediction)
+        ids: list[int] = []
+        num_outputs = 0
+        while engine.has_unfinished():
+            new = engine.step().new_tokens.get("r", ())
+            ids += new
+            num_outputs += bool(new)
+        return ids, num_outputs
+
+    plain, num_plain = answer("")
+    changed = [*plain[:40], 0, *plain[41:]]
+    results = [answer(prediction) for prediction in (plain, changed, "1 2 3 4 5 6 7 8 9 10 11 12")]
+    assert [ids for ids, _ in results] == [plain] * 3
+    (_, num_right), (_, num_changed), (_, num_other) = results
+    assert num_right < num_changed < 0.4 * num_plain
+    assert num_other <= num_plain
+    assert engine.tokenizer is not None
+    assert answer(engine.tokenizer.decode(plain))[1] < 0.4 * num_plain

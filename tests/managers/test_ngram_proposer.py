@@ -88,6 +88,48 @@ def test_a_request_learns_that_its_drafts_are_wrong_and_later_that_they_are_righ
     assert lengths[-1] == 8
 
 
+# Predictions
+
+
+def test_the_first_drafts_are_the_beginning_of_the_prediction() -> None:
+    prediction = list(range(50, 70))
+    req = make_req([1, 2, 3], prediction=prediction, output=[50])
+    assert proposed(NgramProposer(4, 16), req) == [51, 52, 53, 54]
+    other = make_req([1, 2, 3], prediction=prediction, output=[9])
+    proposer = NgramProposer(4, 16)
+    assert proposed(proposer, other) == []
+    other.output_ids += [50, 51]
+    assert proposed(proposer, other)[:2] == [52, 53]
+
+
+def test_drafts_follow_the_prediction_after_a_change() -> None:
+    """The output differs from the prediction in one token, of 40. A draft is wrong there, and those after it."""
+    prediction = list(range(40))
+    output = [*range(20), 99, *range(21, 40)]
+    req, proposer, num_steps = make_req([90, 91], prediction=prediction, output=output[:1]), NgramProposer(7, 16), 1
+    while len(req.output_ids) < len(output):
+        ahead = output[len(req.output_ids) :]
+        drafts = proposed(proposer, req, len(ahead) - 1)
+        num_right = next((i for i, (a, b) in enumerate(zip(drafts, ahead, strict=False)) if a != b), len(drafts))
+        req.output_ids += ahead[: num_right + 1]
+        num_steps += 1
+    assert num_steps <= 9
+
+
+def test_a_prediction_goes_before_the_prompt() -> None:
+    """Both have the newest tokens. The prediction is nearer to the output."""
+    req = make_req([1, 2, 3, 4, 5], prediction=[8, 1, 2, 3, 6, 7], output=[0, 1, 2, 3])
+    assert proposed(NgramProposer(1, 16), req) == [6]
+
+
+def test_a_resumed_request_finds_its_place_in_the_prediction() -> None:
+    req = make_req([90], prediction=range(40), output=range(15))
+    assert proposed(NgramProposer(3, 16), req) == [15, 16, 17]
+
+
+# Several requests
+
+
 def test_requests_have_histories_of_their_own_until_they_end() -> None:
     queues = RequestQueues()
     proposer = make_proposer(ServerArgs(model_path="m", speculative_algorithm="NGRAM"), queues)

@@ -58,7 +58,7 @@ async def chat_completions(server: Server, request: Request, body: ChatBody) -> 
     check_stream_options(body)
 
     def make_format(plan: AnswerPlan, sampling: SamplingParams) -> _ChatFormat:
-        return _ChatFormat(server, frame, plan, names)
+        return _ChatFormat(server, frame, plan, names, has_prediction=body.prediction is not None)
 
     return await run_chat(server, request, body, frame.id, make_format, adapter=target.adapter)
 
@@ -88,6 +88,7 @@ async def run_chat(
     )
     body, plan = await in_thread_if_large(request, constrained, body, plan)
     sampling = await _sampling(server, request, body, plan)
+    prediction = await in_thread_if_large(request, _prediction, server, body)
     plan = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
     # An answer with many log probabilities is written in a thread, and the manager belongs to the event loop.
@@ -106,7 +107,14 @@ async def run_chat(
     )
     prompt = Prompt(
         content=response_format.noting_prompt(render, _continued(body)),
-        options=options_of(body, sampling, logprobs, shown_tokens=list(plan.shown_tokens), adapter=adapter),
+        options=options_of(
+            body,
+            sampling,
+            logprobs,
+            shown_tokens=list(plan.shown_tokens),
+            adapter=adapter,
+            prediction=prediction,
+        ),
         rid=name,
         add_special_tokens=False,  # the chat template writes them
         truncates=truncates,
@@ -131,6 +139,13 @@ async def _sampling(server: Server, request: Request, body: ChatBody, plan: Answ
             raise
         message = error.message.replace("structural_tag", plan.constrained_by)
         raise InvalidRequest(message, param=plan.constrained_by) from None
+
+
+def _prediction(server: Server, body: ChatBody) -> bytes:
+    """The packed token ids of the predicted answer; empty without one."""
+    if body.prediction is None:
+        return b""
+    return server.manager.inputs.prediction_ids(_text_of(body.prediction.content, "prediction.content"))
 
 
 def _continued(body: ChatBody) -> str:
@@ -267,10 +282,13 @@ def _text_of(content: str | Sequence[TextPart] | None, path: str) -> str:
 
 
 class _ChatFormat(PlannedFormat):
-    def __init__(self, server: Server, frame: Frame, plan: AnswerPlan, names: RequestNames) -> None:
+    def __init__(
+        self, server: Server, frame: Frame, plan: AnswerPlan, names: RequestNames, *, has_prediction: bool
+    ) -> None:
         super().__init__(plan, names)
         self._server = server
         self._frame = frame
+        self._has_prediction = has_prediction
         self._begun: set[int] = set()
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
@@ -322,11 +340,17 @@ class _ChatFormat(PlannedFormat):
 
     def _usage(self) -> Usage:
         """The counts at the end."""
-        usage = usage_of(self._samples)
-        if not self._plan.reasoning_ends:
+        usage, details = usage_of(self._samples), {}
+        if self._plan.reasoning_ends:
+            details["reasoning_tokens"] = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        if self._has_prediction:
+            counts = [sample.counts for sample in self._samples]
+            accepted = sum(one.num_accepted_drafts for one in counts)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = sum(one.num_drafts for one in counts) - accepted
+        if not details:
             return usage
-        thoughts = sum(reader.num_reasoning_tokens for reader in self._readers.values())
-        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(thoughts))
+        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(**details))
 
     def _chunk(self, choice: ChunkChoice, prompt_ids: list[int] | None = None, *, num_unsaid: int = 0) -> bytes:
         usage = self._frame.chunk_usage(self._samples, num_unsaid)

@@ -73,6 +73,13 @@ class Message(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     cache_control: CacheControl = None
 
 
+class Prediction(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A text that the answer will probably resemble, such as the code that the model is to change."""
+
+    type: Annotated[Literal["content"], doc("The kind of prediction")]
+    content: Annotated[str | list[TextPart], doc("The text; parts are concatenated")]
+
+
 class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions."""
 
@@ -121,7 +128,10 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
     store: Annotated[Any, only(_NO_STORE, False)] = None
     modalities: Annotated[Any, only(TEXT_ONLY, ["text"])] = None
     audio: Annotated[Any, only(TEXT_ONLY)] = None
-    prediction: Annotated[Any, only("predicted outputs are not supported")] = None
+    prediction: Annotated[
+        Prediction | None,
+        doc("A text from which drafts of the answer are taken; needs a server with --speculative-algorithm NGRAM"),
+    ] = None
     reasoning_effort: Annotated[
         str | None, doc("Passed to the chat template as the variable `reasoning_effort`; the model defines its values")
     ] = None

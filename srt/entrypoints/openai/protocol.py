@@ -130,7 +130,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: Annotated[int, doc("Tokens of the reasoning, its end included")]
+    reasoning_tokens: Annotated[
+        int | UnsetType,
+        doc("Tokens of the reasoning, its end included; only with --reasoning-parser, if a token ends reasoning"),
+    ] = UNSET
+    accepted_prediction_tokens: Annotated[
+        int | UnsetType, doc("Drafts that were right and so took no step of their own; only with `prediction`")
+    ] = UNSET
+    rejected_prediction_tokens: Annotated[
+        int | UnsetType, doc("Drafts that were wrong; no token of the answer; only with `prediction`")
+    ] = UNSET
 
 
 class PromptUsage(msgspec.Struct, frozen=True):
@@ -150,8 +159,8 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: Annotated[
         CompletionTokensDetails | UnsetType,
         doc(
-            "More about the generated tokens; only in the last `usage` of a chat, with --reasoning-parser, if a token "
-            "ends reasoning"
+            "More about the generated tokens; only in the last `usage` of a chat, with `prediction` or if a token ends "
+            "reasoning"
         ),
     ] = UNSET
 

@@ -52,7 +52,7 @@ from tercet.srt.entrypoints.engine import _body
 from tercet.srt.entrypoints.engine_request import EngineRequest, make_sample_limit
 from tercet.srt.entrypoints.lora import LoadAdapterBody, UnloadAdapterBody
 from tercet.srt.entrypoints.native_protocol import GenerateBody, NativeSampling
-from tercet.srt.entrypoints.openai.chat_protocol import Message, TextPart
+from tercet.srt.entrypoints.openai.chat_protocol import Message, Prediction, TextPart
 from tercet.srt.entrypoints.openai.protocol import StreamOptions
 from tercet.srt.entrypoints.openai.structured_protocol import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from tercet.srt.entrypoints.openai.tool_protocol import (
@@ -185,6 +185,7 @@ def test_every_type_of_object_is_walked() -> None:
         UpdateWeightsBody,
         LoadAdapterBody,
         UnloadAdapterBody,
+        Prediction,
         *choices,
     }  # tests of their own
     walked = {walk.cls for walk in walks()} | constraints | own
