@@ -2,9 +2,10 @@
 
     tercet bench speculation [--batch-size 1,4,8] [--temperature 0,0.7] [flags of the engine]
 
-Two engines run the same requests in alternation, one of them with drafts. Their tokens must be equal. There are two
+Two engines run the same requests in alternation, one of them with drafts. Their tokens must be equal. There are three
 kinds of requests. The prompt of `copy` is a passage of the text, and then its first tokens again, so models go on with
-the passage. That of `free` is the passage alone, so models write a text of their own.
+the passage. That of `free` is the passage alone, so models write a text of their own. The requests of `edit` are those
+of `free` with a prediction: the answer itself, with every 16th token changed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from .results import Result, add_results_arguments, finish, number, percent
 from .text_files import read_text
 from .workloads import BUNDLED_TEXT
 
-KINDS = ("copy", "free")
+KINDS = ("copy", "free", "edit")
 _BEGINNING = 16
 """Tokens of the passage that a prompt of `copy` repeats."""
+_CHANGE_INTERVAL = 16
+"""The prediction of `edit` differs from the answer in one of so many tokens."""
 
 
 class Case(NamedTuple):
@@ -138,13 +141,23 @@ def measure(
     is_equal = True
     before = drafts_of(drafting)
     for round_ in range(args.rounds):
+        batch = prompts[round_ * case.batch_size : (round_ + 1) * case.batch_size]
+        predictions = None
+        if case.kind == "edit":
+            _, answers = run(plain, batch, sampling)
+            predictions = [changed(ids) for ids in answers]
         tokens = {}
         for engine in (plain, drafting) if round_ % 2 == 0 else (drafting, plain):
-            batch = prompts[round_ * case.batch_size : (round_ + 1) * case.batch_size]
-            rate, tokens[engine] = run(engine, batch, sampling)
+            rate, tokens[engine] = run(engine, batch, sampling, predictions if engine is drafting else None)
             rates[engine].append(rate)
         is_equal &= tokens[plain] == tokens[drafting]
     return Measured(rates[plain], rates[drafting], drafts_of(drafting).since(before)), is_equal
+
+
+def changed(ids: list[int]) -> list[int]:
+    """The same tokens, but another one at each place of a change."""
+    last = _CHANGE_INTERVAL - 1
+    return [abs(token - 1) if place % _CHANGE_INTERVAL == last else token for place, token in enumerate(ids)]
 
 
 def drafts_of(engine: LocalEngine) -> SpeculationState:
@@ -153,14 +166,16 @@ def drafts_of(engine: LocalEngine) -> SpeculationState:
     return drafts
 
 
-def run(engine: LocalEngine, prompts: list[list[int]], sampling: SamplingParams) -> tuple[float, list[list[int]]]:
+def run(
+    engine: LocalEngine, prompts: list[list[int]], sampling: SamplingParams, predictions: list[list[int]] | None = None
+) -> tuple[float, list[list[int]]]:
     """The tokens per second once each request has its first token, and the tokens of each request.
 
     Raises ValueError if a request fails.
     """
     tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    for rid, ids in zip(tokens, prompts, strict=True):
-        engine.add_request(rid, ids, sampling)
+    for rid, ids, prediction in zip(tokens, prompts, predictions or [[]] * len(prompts), strict=True):
+        engine.add_request(rid, ids, sampling, prediction=prediction)
     num_left = len(prompts)
     while not all(tokens.values()):
         num_left -= _step(engine, tokens)

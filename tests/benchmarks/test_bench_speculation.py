@@ -29,9 +29,12 @@ def test_every_case_is_measured_with_the_same_tokens(flags: list[str], capsys: p
     assert bench_speculation.main([*flags, "--temperature", "0,0.5"]) == 0
     cases = json_of(capsys)["cases"]
     found = [(row["kind"], row["temperature"], row["batch_size"]) for row in cases]
-    assert found == [(kind, t, n) for kind in ("copy", "free") for t in (0, 0.5) for n in (1, 3)]
+    assert found == [(kind, t, n) for kind in ("copy", "free", "edit") for t in (0, 0.5) for n in (1, 3)]
     assert all(len(row["plain"]) == len(row["drafted"]) == 2 and row["ratio"] > 0 for row in cases)
-    assert sum(row["num_accepted_drafts"] for row in cases) > 0
+    accepted = {
+        kind: sum(row["num_accepted_drafts"] for row in cases if row["kind"] == kind) for kind in ("free", "edit")
+    }
+    assert accepted["edit"] > max(accepted["free"], 0.6 * 2 * 2 * 4 * 24)
 
 
 def test_a_changed_token_is_an_error(
@@ -39,8 +42,8 @@ def test_a_changed_token_is_an_error(
 ) -> None:
     run = bench_speculation.run
 
-    def changed(engine, prompts, sampling):
-        rate, tokens = run(engine, prompts, sampling)
+    def changed(engine, prompts, sampling, predictions=None):
+        rate, tokens = run(engine, prompts, sampling, predictions)
         if engine.server_args.speculative_algorithm is not None and len(prompts) == 3:
             tokens[1][5] += 1
         return rate, tokens
@@ -48,7 +51,7 @@ def test_a_changed_token_is_an_error(
     monkeypatch.setattr(bench_speculation, "run", changed)
     assert bench_speculation.main([*flags, "--temperature", "0"]) == 1
     said = capsys.readouterr().err
-    assert [f"{Case(kind, 0.0, 3)}" in said for kind in ("copy", "free")] == [True, True]
+    assert [f"{Case(kind, 0.0, 3)}" in said for kind in ("copy", "free", "edit")] == [True] * 3
     assert "batch_size=1" not in said
 
 
