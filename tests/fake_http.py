@@ -61,6 +61,7 @@ EOS = 256
 BOS_TOKEN = 257
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function | tojson }}{% endfor %}{% endif %}"
+    "{% if documents %}<documents>{% for d in documents %}{{ d.title }}: {{ d.text }};{% endfor %}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}"
     "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
     "{% for c in m.tool_calls %}<tool_call>{{ c.id }} {{ c.function.name }}{{ c.function.arguments | tojson }}"

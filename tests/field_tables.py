@@ -136,6 +136,7 @@ CHAT: Table = {
         lambda seen: seen.answer["error"]["param"] == "prediction",
     ),  # the server makes no drafts
     "reasoning_effort": ("high", lambda seen: seen.prompt.endswith("<assistant>(high)")),
+    "documents": ([{"title": "A", "text": "b"}], lambda seen: seen.prompt.startswith("<documents>A: b;<user>")),
 }
 MESSAGE: Table = {
     "role": ("system", lambda seen: seen.prompt.startswith("<system>")),

@@ -58,12 +58,13 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            variables = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
         except (RecursionError, SyntaxError) as error:  # of Jinja, or of the Python code that it makes
             raise ValueError(f"the chat template is nested too deeply ({error.args[0]})") from error
         self.source = source
+        self.knows_tools, self.knows_documents = "tools" in variables, "documents" in variables
         self._special_tokens = dict(special_tokens)
 
     @functools.cached_property

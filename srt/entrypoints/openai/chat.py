@@ -76,7 +76,6 @@ async def run_chat(
     """Runs a chat. `name`: of the request, for /abort_request. `make_format` makes the response format. `adapter`: that
     the body names. `truncates`: as in `Prompt`."""
     logprobs = _logprobs(body)
-    kwargs = _template_kwargs(body)
     plan = plan_answer(
         server.manager,
         [tool.function for tool in body.tools or ()],
@@ -86,6 +85,7 @@ async def run_chat(
         stream_reasoning=body.stream_reasoning,
         most_thoughts=_most_thoughts(server, body),
     )
+    kwargs = _template_kwargs(server, body, plan)
     body, plan = await in_thread_if_large(request, constrained, body, plan)
     sampling = await _sampling(server, request, body, plan)
     prediction = await in_thread_if_large(request, _prediction, server, body)
@@ -187,18 +187,26 @@ def _most_thoughts(server: Server, body: ChatBody) -> int | None:
     return most
 
 
-def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
+def _template_kwargs(server: Server, body: ChatBody, plan: AnswerPlan) -> Mapping[str, Any]:
     """The further variables of the chat template."""
-    kwargs, effort = body.chat_template_kwargs or {}, body.reasoning_effort
-    if effort is None:
-        return kwargs
-    if kwargs.get("reasoning_effort", effort) != effort:
-        raise InvalidRequest(
-            "reasoning_effort and chat_template_kwargs.reasoning_effort must be equal if both are given, "
-            f"got {shown(effort)} and {shown(kwargs['reasoning_effort'])}",
-            param="reasoning_effort",
-        )
-    return {**kwargs, "reasoning_effort": effort}
+    kwargs = body.chat_template_kwargs or {}
+    for name in ("reasoning_effort", "documents"):
+        value = getattr(body, name)
+        if value is None:
+            continue
+        if kwargs.get(name, value) != value:
+            raise InvalidRequest(
+                f"{name} and chat_template_kwargs.{name} must be equal if both are given, "
+                f"got {shown(value)} and {shown(kwargs[name])}",
+                param=name,
+            )
+        kwargs = {**kwargs, name: value}
+    tokenizer = server.manager.inputs.tokenizer
+    if body.documents and tokenizer is not None:
+        template = tokenizer.chat_template(has_tools=plan.tools is not None)
+        if not template.knows_documents:
+            raise UnsupportedField("documents is not supported: the chat template does not read it", param="documents")
+    return kwargs
 
 
 def render_chat(

@@ -166,7 +166,10 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
     chat_template: Annotated[
         Any, only("a request cannot supply a chat template; the server's flag --chat-template sets it")
     ] = None
-    documents: Annotated[Any, only("documents are not supported", [])] = None
+    documents: Annotated[
+        list[dict[str, Any]] | None,
+        doc("Documents for the answer, such as `title` and `text`; passed to the chat template, which must read them"),
+    ] = None
     add_special_tokens: Annotated[Any, only("the chat template writes the special tokens", False)] = None
 
 

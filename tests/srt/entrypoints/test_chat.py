@@ -62,6 +62,11 @@ def test_one_answer(site: Site) -> None:
             "<user>ab\n<assistant>",
         ),
         ({"messages": HI, "add_generation_prompt": False}, "<user>hi\n"),
+        (
+            {"messages": HI, "documents": [{"title": "T", "text": "x"}, {"title": "U", "text": "y"}]},
+            "<documents>T: x;U: y;<user>hi\n<assistant>",
+        ),
+        ({"messages": HI, "documents": []}, "<user>hi\n<assistant>"),
         ({"messages": HI, "chat_template_kwargs": {"mood": ":)"}}, "<user>hi\n<assistant>:)"),
         ({"messages": HI, "chat_template_kwargs": {"chat": 1, "variables": 1}}, "<user>hi\n<assistant>"),
         (
@@ -125,6 +130,18 @@ def test_only_the_template_writes_special_tokens(site: Site) -> None:
     site.good(PATH, {"messages": HI, "max_tokens": 1})
     site.good("/v1/responses", {"input": "hi", "max_output_tokens": 1})
     assert site.scheduler.prompts() == [[BOS_TOKEN, *b"hi"]] * 3
+
+
+def test_documents_need_a_template_that_reads_them(site: Site) -> None:
+    body = {"messages": HI, "documents": [{"title": "T", "text": "x"}]}
+    same = {**body, "chat_template_kwargs": {"documents": body["documents"]}}
+    assert site.good(PATH, {**same, "max_tokens": 1})["usage"]["completion_tokens"] == 1
+    refused = site.refused(PATH, {**body, "chat_template_kwargs": {"documents": [{"title": "U"}]}})
+    assert refused["param"] == "documents" and "must be equal" in refused["message"]
+    site.manager.inputs.tokenizer = with_template("{{ messages[0].content }}")
+    refused = site.refused(PATH, body)
+    assert refused["param"] == "documents" and "does not read it" in refused["message"]
+    assert site.good(PATH, {"messages": HI, "documents": [], "max_tokens": 1})["usage"]["prompt_tokens"] == 2
 
 
 def test_the_limit_is_the_context_by_default(site: Site) -> None:

@@ -94,7 +94,7 @@ NAMED: dict[str, st.SearchStrategy[Any]] = {
     "text": st.one_of(TEXTS, st.lists(TEXTS, max_size=4)),
     "input_ids": st.one_of(IDS, st.lists(IDS, max_size=4)),
     "query": TEXTS,
-    "documents": st.lists(TEXTS, min_size=1, max_size=3),
+    "documents": st.one_of(st.lists(TEXTS, min_size=1, max_size=3), st.lists(st.dictionaries(TEXTS, JUNK, max_size=2))),
     "tokens": st.one_of(IDS, st.lists(IDS, max_size=4)),
     "stop": st.one_of(TEXTS, st.lists(TEXTS, max_size=4)),
     "stop_token_ids": IDS,

@@ -150,6 +150,7 @@ REPEATABLE = sorted(VALID.keys() - {"/load_lora_adapter", "/unload_lora_adapter"
 OTHER_VALUES: dict[tuple[str, str], Any] = {
     ("/v1/completions", "logprobs"): 5,
     ("/v1/chat/completions", "logprobs"): True,
+    ("/v1/chat/completions", "documents"): [{"title": "A", "text": "b"}],
     ("/v1/responses", "client_metadata"): {"thread": {"id": 1}},
     ("/v1/responses", "text"): {"format": {"type": "text"}},
     ("/v1/responses", "tools"): [{"type": "function", "name": "f"}],
