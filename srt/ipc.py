@@ -99,7 +99,8 @@ class Sender(Generic[T]):
     """The sending end of a link."""
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
+        """Raises OSError if this process can have no more sockets."""
+        self._socket = _socket(context, zmq.PUSH)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(address)
@@ -117,8 +118,8 @@ class Receiver(Generic[T]):
     """The receiving end of a link, for a synchronous loop. `union`: the type of the messages."""
 
     def __init__(self, context: zmq.Context[Any], address: str, union: Any) -> None:
-        """Raises OSError if there is no room for the socket's file."""
-        self._socket = context.socket(zmq.PULL)
+        """Raises OSError if there is no room for the socket's file, or if this process can have no more sockets."""
+        self._socket = _socket(context, zmq.PULL)
         self._socket.set_hwm(0)
         try:
             self._socket.bind(address)
@@ -192,6 +193,14 @@ class AsyncReceiver(Generic[T]):
             self._loop.remove_reader(self._receiver._socket.fileno())
             self._loop = None
         self._receiver.close()
+
+
+def _socket(context: zmq.Context[Any], kind: int) -> Any:
+    """A socket. Raises OSError, which callers report as any other lack of open files."""
+    try:
+        return context.socket(kind)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, error.strerror) from None
 
 
 def _request_ids_of(frame: bytes) -> list[str]:

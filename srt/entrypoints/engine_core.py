@@ -81,6 +81,8 @@ class EngineCore:
         """Those of the threads of `_hung`."""
         self._spares: dict[Role, ChildProcess] = {}
         """Fork servers, and for the scheduler, if it has none, a process that has only imported its modules."""
+        self._no_spare_because: str | None = None
+        """Why the last spare could not be started, which is logged; None: it could."""
         self._begin(life)
         self._watchdog = asyncio.create_task(self._watch())
 
@@ -156,7 +158,12 @@ class EngineCore:
             try:
                 self._spares["scheduler"] = ChildProcess.start("scheduler", self._child_module, may_fork=True)
             except OSError as error:  # for example no memory, or too many open files
-                logger.warning("Could not start a spare process: %s", error.strerror or error)
+                reason = error.strerror or str(error)
+                if reason != self._no_spare_because:  # the watchdog tries again twice a second
+                    logger.warning("Could not start a spare process: %s; trying again", reason)
+                self._no_spare_because = reason
+            else:
+                self._no_spare_because = None
 
     def _drop_old_spares(self) -> None:
         """Drops spares that have died, and ends fork servers with replaced weights, whose memory they keep."""

@@ -180,9 +180,9 @@ class HttpWorkers:
         hang = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
         try:
             worker = Worker(child, listener, self._context, run_dir, hang)
-        except zmq.ZMQError as error:
+        except OSError:
             child.kill()
-            raise OSError(error.errno, error.strerror) from error
+            raise
         child.ended.add_done_callback(functools.partial(self._on_end, worker))
         child.ready.add_done_callback(functools.partial(self._on_start_ended, time.monotonic()))
         self._workers.append(worker)

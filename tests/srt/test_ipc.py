@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -172,6 +173,18 @@ def test_a_file_that_a_starting_process_creates_meanwhile_is_removed_too(monkeyp
     monkeypatch.setattr(os, "rmdir", create_and_remove_folder)
     run_dir.remove()
     assert os.rmdir is remove_folder and not run_dir.path.exists()
+
+
+@pytest.mark.parametrize("make", [Sender, lambda *link: Receiver(*link, ToScheduler)])
+def test_a_process_that_can_have_no_more_sockets_is_told_so(run_dir: RunDir, make: Any) -> None:
+    """As of any other file that cannot be opened."""
+    context: zmq.Context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 1)
+    with context.socket(zmq.PUSH):
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            make(context, run_dir.scheduler)
+        assert raised.value.errno == errno.EMFILE
+    context.destroy(linger=0)
 
 
 def test_a_sender_waits_for_nobody_and_loses_nothing(run_dir: RunDir, context: zmq.Context) -> None:

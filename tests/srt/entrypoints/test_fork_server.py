@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import fcntl
+import logging
 import os
 import resource
 import signal
@@ -27,6 +29,7 @@ from tercet.srt.entrypoints import forks
 from tercet.srt.entrypoints.child import LoadedTokenizer
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.handshake import LaunchSpec
+from tercet.srt.entrypoints.processes import ChildProcess
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -233,6 +236,36 @@ def test_replaced_weights_end_the_fork_server(tmp_path: Path, changes: dict[str,
         await core.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_spare_that_cannot_be_started_is_reported_once_for_each_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The watchdog tries twice a second, for as long as the server runs."""
+    codes = [errno.EMFILE, errno.EMFILE, errno.ENOMEM, None, errno.ENOMEM]
+
+    async def scenario() -> None:
+        core = await start(tmp_path)
+        start_spare = ChildProcess.start
+        for code in codes:
+
+            def fail_or_start(*args: Any, code: int | None = code, **settings: Any) -> ChildProcess:
+                if code is not None:
+                    raise OSError(code, os.strerror(code))
+                return start_spare(*args, **settings)
+
+            if "scheduler" in core._spares:
+                core._spares.pop("scheduler").kill()
+            monkeypatch.setattr(ChildProcess, "start", fail_or_start)
+            core._renew_spares()
+            assert ("scheduler" in core._spares) == (code is None)
+        monkeypatch.setattr(ChildProcess, "start", start_spare)
+        await core.stop()
+
+    with caplog.at_level(logging.WARNING, "tercet"):
+        asyncio.run(scenario())
+    reasons = [one.args[0] for one in caplog.records if one.message.startswith("Could not start a spare process")]
+    assert reasons == [os.strerror(code) for code in (errno.EMFILE, errno.ENOMEM, errno.ENOMEM)]
 
 
 def test_other_adapters_leave_the_fork_server_and_reach_its_forks(tmp_path: Path) -> None:

@@ -67,6 +67,22 @@ def test_a_worker_that_hangs_while_it_starts_again_is_killed(monkeypatch: pytest
     asyncio.run(scenario())
 
 
+def test_a_worker_whose_link_cannot_be_made_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(http_workers, "ChildProcess", StoppedChild)
+        workers = HttpWorkers(ServerArgs(model_path="m", tokenizer_worker_num=2), [], "m")
+        (workers._run_dir.path / "0-scheduler").mkdir()  # where the socket would be
+        children: list[StoppedChild] = []
+        monkeypatch.setattr(StoppedChild, "launch", lambda self, *_: children.append(self) or self)
+        with pytest.raises(OSError, match="Address already in use"):
+            workers._start(socket.socket())
+        (child,) = children
+        assert child.ended.done()
+        await workers.stop()
+
+    asyncio.run(scenario())
+
+
 @contextmanager
 def silent_worker(tmp_path: Path) -> Iterator[Worker]:
     """The parent's side of a worker that is ready and then stopped."""
