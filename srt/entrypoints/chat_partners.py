@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
+from ..settings.checks import check_api_key
 from .engine import Engine
 from .wire import shown
 
@@ -88,12 +89,15 @@ class ServerChat:
     ) -> None:
         """Asks the server for its models. `model`: the name of one, or of a LoRA adapter; None: the first one.
 
-        Raises ValueError for an invalid URL, ChatError when no server answers or it has no such model.
+        Raises ValueError for an invalid URL or key, ChatError when no server answers or it has no such model.
         """
         self._url = url = _parsed(base_url)
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self._base_url = base_url
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers: dict[str, str | bytes] = {}
+        if api_key is not None:
+            check_api_key(api_key)
+            self._headers["Authorization"] = f"Bearer {api_key}".encode()  # http.client would write Latin-1
         self._connect_timeout_s = connect_timeout_s
         with closing(self._request("GET", "/v1/models")) as response:
             models = _json(_read(response))
@@ -162,7 +166,9 @@ def find_server(base_url: str, api_key: str | None) -> ServerChat | None:
 def _parsed(base_url: str) -> SplitResult:
     with suppress(ValueError, http.client.InvalidURL):
         url = urlsplit(base_url)
-        if url.scheme in ("http", "https") and url.hostname:
+        is_path = url.path.isascii() and url.path.isprintable() and " " not in url.path
+        unused = url.username or url.password or url.query or url.fragment  # no request would have them
+        if url.scheme in ("http", "https") and url.hostname and is_path and not unused:
             url.hostname.encode("idna")  # as the look-up of the name does
             http.client.HTTPConnection(url.hostname, url.port)  # checks both, and does not connect yet
             return url

@@ -114,14 +114,20 @@ def _check_lora(args: ServerArgs) -> None:
             raise ValueError(f"--lora-paths: {name!r} is a name of the model; an adapter needs another one")
 
 
+def check_api_key(key: str) -> None:
+    """Raises ValueError for a key that no header can have. The message does not show it."""
+    if any(char.isspace() or not char.isprintable() for char in key):
+        raise ValueError("--api-key (or TERCET_API_KEY) must not contain spaces, line breaks or control characters")
+
+
 def _check_http(args: ServerArgs) -> None:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be in [0, 65535], got {args.port}")
     if args.api_key is not None:
         if not args.api_keys or not all(args.api_keys):
             raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")
-        if any(char.isspace() or not char.isprintable() for key in args.api_keys for char in key):
-            raise ValueError("--api-key (or TERCET_API_KEY) must not contain spaces, line breaks or control characters")
+        for key in args.api_keys:
+            check_api_key(key)
     if not 1 <= args.tokenizer_worker_num <= MAX_HTTP_WORKERS:
         raise ValueError(f"--tokenizer-worker-num must be in [1, {MAX_HTTP_WORKERS}], got {args.tokenizer_worker_num}")
     for name in _OF_ONE_HTTP_PROCESS:

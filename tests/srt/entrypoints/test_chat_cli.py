@@ -125,10 +125,28 @@ def test_other_servers_write_null_for_what_an_event_lacks() -> None:
     assert answered(b"200 OK", nulls + HELLO + DONE) == "Hello"
 
 
-@pytest.mark.parametrize("url", ["http://a b", "http://127.0.0..1:30000", "http://[::1", "http://127.0.0.1:99999", "x"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://a b", "http://127.0.0..1:30000", "http://[::1", "http://127.0.0.1:99999", "x", "http://a/b c", "http://a/\xe9",
+     "http://a/\x7f", "http://me:secret@a", "http://:secret@a", "http://a/?key=1", "http://a/#b"],
+)  # fmt: skip
 def test_a_url_that_cannot_be_one_is_refused_by_name(url: str) -> None:
     with pytest.raises(ValueError, match=r"^--base-url must be like http://127.0.0.1:30000, got "):
         ServerChat(url, None)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a b", "a\0", "a\udcff"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match=r"^--api-key \(or TERCET_API_KEY\) must not contain .*") as raised:
+        ServerChat("http://127.0.0.1:9", key)
+    assert key not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["secret", "cl\xe9", "\u20ac"])
+def test_a_chat_sends_any_key_that_a_server_can_have(key: str) -> None:
+    with live_site(api_key=key) as site:
+        chat = choose_partner(None, site.url, key)
+        assert "".join(chat.answer([{"role": "user", "content": "hi"}], ChatOptions(0.0, 3))) == text_of(3)
 
 
 @pytest.mark.parametrize("name", [None, "tiny"])
