@@ -6,6 +6,7 @@ with tercet.Engine(model_path="...") as engine:
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from os import PathLike
@@ -19,7 +20,7 @@ from ... import __version__
 from ...managers.pause_control import PauseMode
 from ..engine_settings import engine_settings, http_settings
 from ..errors import InvalidRequest
-from ..plain_values import check_in_json, plain_value
+from ..plain_values import check_in_json, is_utf8, plain_value
 from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs
 from ..text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ from .engine_thread import EngineThread
 from .native_protocol import GenerateBody
 from .processes import CHILD_MODULE
 from .routing import Server
+from .wire import shown
 
 Sampling: TypeAlias = Mapping[str, Any] | SamplingParams | Sequence[Mapping[str, Any] | SamplingParams] | None
 
@@ -198,7 +200,7 @@ class Engine:
         engine, and EngineBusy if requests still run after `drain_timeout` seconds (default 60) or keep KV of the old
         weights in the pause. After an error the old weights are in use.
         """
-        path = str(Path(model_path).absolute())
+        path = str(_path(model_path, "model_path").absolute())
         body = {
             "model_path": path,
             "load_format": load_format,
@@ -217,7 +219,7 @@ class Engine:
 
         Raises InvalidRequest for an adapter that does not suit the engine, for a name in use and if no slot is free.
         """
-        path = str(Path(lora_path).resolve())
+        path = str(_path(lora_path, "lora_path").resolve())
         wanted = lora.LOAD_CODEC.convert({"lora_name": lora_name, "lora_path": path})
         loading = lora.load_adapter(self._server.manager, wanted.lora_name, path)
         answer: dict[str, Any] = msgspec.structs.asdict(self._thread.wait(loading))
@@ -251,7 +253,8 @@ class Engine:
             "profile_prefix": profile_prefix,
         }
         wanted = profiling.START_PROFILE_CODEC.convert(body)
-        return self._thread.wait(profiling.begin_profile(self._server.manager, Path(output_dir).resolve(), wanted))
+        folder = _path(output_dir, "output_dir").resolve()
+        return self._thread.wait(profiling.begin_profile(self._server.manager, folder, wanted))
 
     def stop_profile(self) -> str:
         """Ends the profile. Returns the file of the trace, which is written. Raises InvalidRequest without a
@@ -317,13 +320,27 @@ def _body(
     return native.GENERATE_CODEC.convert(plain)
 
 
-def _plain_sampling(sampling: Sampling) -> Any:
+def _plain_sampling(sampling: Any) -> Any:
     """Sampling parameters as plain values.
 
     A SamplingParams object sets every parameter. A mapping leaves the others to the model's defaults.
     """
-    if isinstance(sampling, SamplingParams):
-        return msgspec.structs.asdict(sampling)
     if isinstance(sampling, Iterable) and not isinstance(sampling, Mapping | str | bytes):
-        return [_plain_sampling(item) for item in sampling]
-    return sampling
+        return [_plain_params(params) for params in sampling]
+    return _plain_params(sampling)
+
+
+def _plain_params(params: Any) -> Any:
+    return msgspec.structs.asdict(params) if isinstance(params, SamplingParams) else params
+
+
+def _path(given: str | PathLike[str], param: str) -> Path:
+    """A path that a caller names. Raises InvalidRequest for one that no file or no message can have."""
+    path, text = Path(given), os.fspath(given)
+    if not text or "\0" in text or not is_utf8(text):  # an empty path would be the working directory
+        raise InvalidRequest(
+            f"{param} must be a path of at least one character, in valid UTF-8 and without NUL characters, "
+            f"got {shown(text)}",
+            param=param,
+        )
+    return path

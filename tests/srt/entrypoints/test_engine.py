@@ -164,6 +164,26 @@ def test_a_bad_request_is_refused_when_it_is_made(
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize("path", ["", "a\0b", "a\udcff"])
+def test_a_path_that_no_file_or_no_message_has_is_refused_by_name(engine: Engine, path: str) -> None:
+    """Without a character, it would be the working directory."""
+    for call, param in (
+        (engine.update_weights_from_disk, "model_path"),
+        (lambda path: engine.load_lora_adapter("a", path), "lora_path"),
+        (engine.start_profile, "output_dir"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{param} must be a path of .*, got ") as raised:
+            call(path)
+        assert raised.value.param == param
+
+
+def test_sampling_parameters_that_contain_themselves_are_refused(engine: Engine) -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(InvalidRequest, match="contains itself"):
+        engine.generate("a", endless)  # type: ignore[arg-type]
+
+
 def test_what_is_not_there_is_refused_by_name(engine: Engine) -> None:
     with pytest.raises(UnsupportedField, match="input_embeds"):
         engine.generate(input_ids=[1], input_embeds=[[1.0]])
