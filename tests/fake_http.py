@@ -100,7 +100,6 @@ class FakeScheduler:
         self.speculation: SpeculationState | None = None
         self.num_drafts = self.num_accepted_drafts = 0
         """In the counts of each output."""
-        self.is_paused = False
         self.answers: dict[type, Callable[[Any], ToTokenizer]] = {}
         """The replies to further kinds of messages."""
         self.dead = False

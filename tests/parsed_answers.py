@@ -16,6 +16,7 @@ def in_pieces(form: AnswerFormat, pieces: list[str], inside: bool = False) -> li
     parser = AnswerParser(form, inside)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
     assert parser.finish() == []
+    assert all(part[0] for part in parts), "a stream would have an event without news"
     return join_parts(parts)
 
 

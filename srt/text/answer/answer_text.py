@@ -251,7 +251,8 @@ class AnswerText:
         self.put(CallStart(name))
 
     def arguments(self, text: str) -> None:
-        self.put(Arguments(text))
+        if text:
+            self.put(Arguments(text))
 
     def _visible(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         if self._strip_next:

@@ -42,6 +42,13 @@ def thinking() -> Iterator[Site]:
     site.close()
 
 
+@pytest.fixture
+def incremental() -> Iterator[Site]:
+    site = Site(incremental_streaming_output=True)
+    yield site
+    site.close()
+
+
 def answers(site: Site, path: str, body: Fields, usage: Fields, speech: Any) -> tuple[Fields, list[Fields]]:
     """The answer, and the chunks with choices. All that is no choice must agree."""
     words, site.scheduler.step = speech
@@ -148,3 +155,47 @@ def test_completions(site: Site, body: Fields, usage: Fields, speech: Any) -> No
         assert (choice["logprobs"] is not None) == (body.get("logprobs", False) is not False)
         assert joined.pop(choice.pop("index")) == choice
     assert not joined
+
+
+def untimed(answer: Fields) -> Fields:
+    """A copy of an answer of /generate without its times."""
+    times = {"e2e_latency"}
+    return {**answer, "meta_info": {name: value for name, value in answer["meta_info"].items() if name not in times}}
+
+
+def join_generation(made: Fields, new: Fields) -> None:
+    """Adds what is new in an incremental stream. The counts are those so far."""
+    meta = new.pop("meta_info")
+    join(made, new)
+    lists = {name: made["meta_info"].get(name, []) + value for name, value in meta.items() if isinstance(value, list)}
+    made["meta_info"] = {**made["meta_info"], **meta, **lists}
+
+
+@examples
+@given(
+    st.fixed_dictionaries(
+        {"input_ids": st.sampled_from([[97], [[97, 98], [99]]])},
+        optional={
+            "return_logprob": st.booleans(),
+            "logprob_start_len": st.integers(-1, 1),
+            "top_logprobs_num": st.integers(0, 2),
+        },
+    ),
+    some_of(n=st.integers(1, 3), max_new_tokens=st.integers(0, 5)),
+    SPEECH,
+)
+def test_generations(site: Site, incremental: Site, body: Fields, sampling: Fields, speech: Any) -> None:
+    for mine in (site, incremental):
+        words, mine.scheduler.step = speech
+        mine.scheduler.say(*words)
+    body = {**body, "sampling_params": sampling, "rid": "mine"}
+    whole = site.good("/generate", body)
+    last: dict[int, Fields] = {}
+    for event in site.stream("/generate", body):
+        last[event.pop("index", 0)] = event
+    joined: dict[int, Fields] = {}
+    for event in incremental.stream("/generate", body):
+        join_generation(joined.setdefault(event.pop("index", 0), {"meta_info": {}}), event)
+    expected = {index: untimed(one) for index, one in enumerate(whole if isinstance(whole, list) else [whole])}
+    assert {index: untimed(one) for index, one in last.items()} == expected
+    assert {index: untimed(one) for index, one in joined.items()} == expected
