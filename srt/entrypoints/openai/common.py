@@ -51,10 +51,12 @@ def sampling_of(
         their_name = {ours: theirs for theirs, ours in _OUR_NAME.items()} | {"max_new_tokens": max_tokens_field}
         if error.param in GRAMMAR_FIELDS:
             raise InvalidRequest(error.message, param=grammar_field(body)) from None
+        if error.param not in their_name:
+            raise
         message = error.message
         for ours, theirs in their_name.items():
             message = message.replace(ours, theirs)
-        raise InvalidRequest(message, param=their_name.get(error.param or "", error.param)) from None
+        raise InvalidRequest(message, param=their_name[error.param]) from None
 
 
 def check_stream_options(body: OpenAIBody) -> None:

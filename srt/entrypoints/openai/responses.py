@@ -80,9 +80,9 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     if param.startswith("response_format.json_schema."):  # text.format has the fields of a schema itself
         message, param = (text.replace("response_format.json_schema", "response_format") for text in (message, param))
     for ours, theirs in _THEIR_NAMES.items():
-        message = message.replace(ours, theirs) if ours != "messages" else message
         if param == ours or param.startswith(f"{ours}."):
             param = theirs + param.removeprefix(ours)
+            message = message.replace(ours, theirs) if ours != "messages" else message
     return type(error)(message, param=param or None)
 
 

@@ -193,6 +193,7 @@ def test_another_model_is_not_found(site: Site) -> None:
         ({"prompt": "a", "n": True}, "n", "got bool"),
         ({"prompt": "a", "stop": [""]}, "stop", "non-empty"),
         ({"prompt": "a", "stop": ["x"] * 33}, "stop", "at most 32"),
+        ({"prompt": "a", "stop_regex": "(sampling_seed"}, "stop_regex", "'(sampling_seed'"),
         ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
         ({"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias", "got str"),
         ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias", "logit_bias must be token ids as keys"),

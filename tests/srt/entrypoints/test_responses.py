@@ -344,6 +344,7 @@ def test_the_request_or_else_the_server_says_whether_a_long_prompt_is_truncated(
             "text.format.json_schema is allowed only with type json_schema",
         ),
         ({"input": "hi", **formatted("json")}, "text.format.type", "text.format.type: invalid enum value"),
+        ({"input": "hi", "tools": [{**TOOLS[1], "name": "response_format"}] * 2}, "tools[1]", "name 'response_format'"),
     ],
 )
 def test_bad_input_is_refused(site: Site, body: dict[str, Any], param: str, says: str) -> None:
