@@ -30,6 +30,7 @@ from .host_kv import CopiesUnderWay, HostKV
 from .recorded_steps import DecodeInputs, RecordedSteps, StepHead
 from .settings import RunnerSettings
 from .slot_table import SlotTable
+from .wanted_tokens import WantedTokens, wanted_tokens
 from .weight_update import WeightUpdater
 
 
@@ -261,36 +262,50 @@ class ModelRunner:
 
     def _launch_extend(self, step: StepInputs, choices: Choices) -> tuple[StepHead, StepExtras]:
         """Queue an EXTEND step that is not recorded. Returns also what is wanted besides the next tokens."""
+        wanted = wanted_tokens(step, choices)
+        batch, chosen = self._extend_batch(step, choices, wanted)
+        if wanted.ranks is None:
+            return self._step_head(self._stream(batch), chosen), NO_EXTRAS
+        (ranks,) = self._uploads.send(wanted.ranks)
+        of_each = self.model.head.normalise(self._stream(batch)).index_select(0, ranks)
+        hidden, of_scored, of_pooled, of_shown = of_each.split(wanted.lens)
+        if (divisor := self.config.logits_divisor) != 1:  # the last norm has divided all of them (models/decoder.py)
+            of_pooled, of_shown = of_pooled * divisor, of_shown * divisor
+        scores, sums, states = step.prompt_scores, step.hidden_sums, step.hidden_states
+        extras = StepExtras(
+            self._logprobs.of_prompts(scores, of_scored, self.model.head.of_hidden) if scores else None,
+            sum_hidden(sums, of_pooled, self._downloads) if sums else None,
+            fetch_hidden(states, of_shown, self._downloads) if states else None,
+        )
+        logits = self.model.head.of_hidden(hidden)
+        return StepHead(chosen, lambda: logits), extras
+
+    def _extend_batch(
+        self, step: StepInputs, choices: Choices, wanted: WantedTokens
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """Send an EXTEND step to the device, in one transfer. Returns also the rows of the choices there."""
         extend_lens, input_ids = step.extend_lens, step.input_ids
         assert extend_lens is not None and input_ids is not None
-        prefix_lens_host = step.seq_lens - extend_lens
-        start_loc_host, positions_host = step.starts, step.positions
+        positions_host = step.positions
         unknown = np.flatnonzero(input_ids == FROM_DEVICE)
-        scored = [np.arange(len(score.targets), dtype=np.int64) + score.start for score in step.prompt_scores]
-        pooled = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_sums]
-        shown = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_states]
-        wanted_host, ranks_host = choices.at, choices.at
-        if step.has_extras:
-            # A token may be wanted for several reasons. The last layer computes it once.
-            every = np.concatenate((choices.at, *scored, *pooled, *shown))
-            wanted_host, ranks_host = np.unique(every, return_inverse=True)
+        row_of_each = np.repeat(step.rows, extend_lens)
         sent = self._uploads.send(
             *self.table.changes(step, positions_host),
             unknown,
-            _int64(np.repeat(step.rows, extend_lens)[unknown]),
+            _int64(row_of_each[unknown]),
             _int64(step.rows),
             _int64(step.seq_lens),
             _int64(step.out_cache_loc),
             _int64(input_ids),
             positions_host,
-            start_loc_host,
-            _int64(prefix_lens_host),
-            wanted_host,
+            step.starts,
+            _int64(step.seq_lens - extend_lens),
+            wanted.at,
             _int64(choices.rows),
-            *([] if self.adapters is None else [self.adapters.rows.host[np.repeat(step.rows, extend_lens)]]),
+            *([] if self.adapters is None else [self.adapters.rows.host[row_of_each]]),
         )
         places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, *rest = sent
-        wanted, chosen, *adapters = rest
+        logits_indices, chosen, *adapters = rest
         self.table.write(places, new_slots)
         if len(unknown):
             ids.index_copy_(0, at, self.future_tokens.index_select(0, from_rows))
@@ -302,29 +317,15 @@ class ModelRunner:
             positions=positions,
             out_cache_loc=slots,
             req_to_token=self.table.tensor,
-            logits_indices=wanted,
+            logits_indices=logits_indices,
             extend_start_loc=starts,
             prefix_lens=prefix_lens,
             seq_lens_host=step.seq_lens,
             extend_lens_host=extend_lens,
             adapters=TokenAdapters(*adapters) if adapters else None,
-            sampled_adapters=TokenAdapters(adapters[0].index_select(0, wanted)) if adapters else None,
+            sampled_adapters=TokenAdapters(adapters[0].index_select(0, logits_indices)) if adapters else None,
         )
-        if not step.has_extras:
-            return self._step_head(self._stream(batch), chosen), NO_EXTRAS
-        lens = [len(choices.at), *(sum(map(len, places)) for places in (scored, pooled, shown))]
-        (ranks,) = self._uploads.send(ranks_host)
-        of_each = self.model.head.normalise(self._stream(batch)).index_select(0, ranks)
-        hidden, of_scored, of_pooled, of_shown = of_each.split(lens)
-        if (divisor := self.config.logits_divisor) != 1:  # the last norm has divided all of them (models/decoder.py)
-            of_pooled, of_shown = of_pooled * divisor, of_shown * divisor
-        extras = StepExtras(
-            self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.head.of_hidden) if scored else None,
-            sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None,
-            fetch_hidden(step.hidden_states, of_shown, self._downloads) if shown else None,
-        )
-        logits = self.model.head.of_hidden(hidden)
-        return StepHead(chosen, lambda: logits), extras
+        return batch, chosen
 
 
 class StepExtras(NamedTuple):
