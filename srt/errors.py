@@ -3,7 +3,8 @@
     TercetError                      500  internal_server_error
     |-- InvalidRequest               400  invalid_request_error   (also a ValueError)
     |   |-- UnsupportedField         400  a field of a feature that is not implemented
-    |   `-- PromptTooLong            400  context_length_exceeded
+    |   |-- PromptTooLong            400  context_length_exceeded
+    |   `-- PreviousNotFound         400  previous_response_not_found: of previous_response_id
     |-- NotAllowed                   403  a flag is missing, or a path is outside the folder that the operator allows
     |-- ModelNotFound                404  model_not_found
     |-- RequestAborted               499  the client aborted the request or closed the connection
@@ -13,6 +14,8 @@
     |-- EnginePaused                 503  the probe needs an engine that is not paused
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
+    |-- ResponseStoreOff             404  the server runs without --response-store-mib
+    |-- ResponseNotFound             404  no such stored response, or another client's
     |-- ResumeOff                    404  the server runs without --resume-grace
     |-- StreamNotFound               404  no such stream, or another key's, or its grace time is over
     |-- StreamGone                   410  the stream no longer has the wanted events
@@ -67,6 +70,10 @@ class PromptTooLong(InvalidRequest):
         return cls(
             f"This model's maximum context length is {context_len} tokens, but {problem} ({cls.code})", param="prompt"
         )
+
+
+class PreviousNotFound(InvalidRequest):
+    code = "previous_response_not_found"
 
 
 class NotAllowed(TercetError):
@@ -133,6 +140,18 @@ class MetricsOff(TercetError):
     status = 404
     err_type = "invalid_request_error"
     code = "metrics_off"
+
+
+class ResponseStoreOff(TercetError):
+    status = 404
+    err_type = "invalid_request_error"
+    code = "response_store_off"
+
+
+class ResponseNotFound(TercetError):
+    status = 404
+    err_type = "invalid_request_error"
+    code = "response_not_found"
 
 
 class ResumeOff(TercetError):

@@ -313,7 +313,8 @@ class Site:
         self.manager = make_manager(self.scheduler, **settings)
         settings_of_app = dict(app or {})
         tracer = settings_of_app.pop("tracer", None)
-        self.app = create_app(make_server(self.manager, **settings_of_app), tracer=tracer)
+        self.server = make_server(self.manager, **settings_of_app)
+        self.app = create_app(self.server, tracer=tracer)
         self._runner = asyncio.Runner()
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=True), base_url="http://localhost"

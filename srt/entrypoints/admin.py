@@ -176,6 +176,9 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     }
     if manager.server_args.enable_lora:
         settings["loaded_lora_adapters"] = loaded_adapters(manager)
+    if server.responses is not None:
+        settings["num_stored_responses"] = len(server.responses)
+        settings["stored_responses_bytes"] = server.responses.num_bytes
     kv_events = read_config(manager.server_args.kv_events_config)
     if kv_events is not None:
         settings["kv_events"] = kv_events.described(facts.page_size)

@@ -51,6 +51,7 @@ def answer_settings(args: ServerArgs, config: ModelConfig, facts: SchedulerReady
         "linears": "" if facts.cpu_kernels is None else facts.cpu_kernels.linears,
         "bfloat16_products": "" if facts.cpu_kernels is None else facts.cpu_kernels.bfloat16,
         "context_length": str(facts.context_len),
+        "stores_responses": str(args.response_store_mib > 0),
     }
 
 

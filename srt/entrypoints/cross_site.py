@@ -120,7 +120,7 @@ def cors_settings(allowed_origins: Sequence[str]) -> dict[str, Any]:
     """
     return {
         "allow_origins": list(allowed_origins),
-        "allow_methods": ["GET", "POST", "PUT"],
+        "allow_methods": ["GET", "POST", "PUT", "DELETE"],
         "allow_headers": ["*"],
         "allow_private_network": True,
         "expose_headers": ["Retry-After", "x-request-id", "x-stream-id", *LIMIT_HEADERS],

@@ -32,6 +32,7 @@ from .openai import (
     protocol,
     responses,
     responses_answer,
+    stored_responses,
 )
 from .routing import Endpoint, Query
 
@@ -69,12 +70,39 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("POST",),
         "/v1/responses",
-        "Answers a conversation of items: OpenAI's endpoint, without storage",
+        "Answers a conversation of items: OpenAI's endpoint",
         responses.responses,
         body=responses.RESPONSES_CODEC,
         runs_model=True,
         answer=responses_answer.Response,
         streams=responses_answer.ResponseEvent,
+    ),
+    Endpoint(
+        ("GET",),
+        "/v1/responses/{response_id}",
+        "Returns a stored response; 404 without --response-store-mib",
+        stored_responses.show_response,
+        query=(Query("stream", "Only false (default): events are not stored", "boolean"),),
+        answer=responses_answer.Response,
+    ),
+    Endpoint(
+        ("DELETE",),
+        "/v1/responses/{response_id}",
+        "Deletes a stored response",
+        stored_responses.delete_response,
+        answer=stored_responses.DeletedResponse,
+    ),
+    Endpoint(
+        ("GET",),
+        "/v1/responses/{response_id}/input_items",
+        "Lists the items that the model has read for a stored response",
+        stored_responses.list_input_items,
+        query=(
+            Query("limit", "Maximum number of items, 1 to 100, default 20", "integer"),
+            Query("order", "`asc`: oldest item first; `desc` (default): newest item first", "string"),
+            Query("after", "Begin after the item of this name", "string"),
+        ),
+        answer=stored_responses.ItemList,
     ),
     Endpoint(
         ("POST",),

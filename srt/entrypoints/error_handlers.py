@@ -12,6 +12,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from ..errors import FatalRequest, TercetError
 from .wire import doc
@@ -103,8 +104,10 @@ async def http_exception(request: Request, error: Exception) -> Response:
     """Puts Starlette's own errors, such as 404 and 405, into the envelope."""
     assert isinstance(error, HTTPException)
     path = ascii(request.url.path)[1:-1][:200]
+    headers = error.headers
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods_of(request))
+        headers = {"Allow": allowed}
         message = f"{request.method} is not allowed on {path}; allowed: {allowed}"
         body = ErrorBody(message, "invalid_request_error", None, "method_not_allowed")
     elif error.status_code == 404:
@@ -112,4 +115,10 @@ async def http_exception(request: Request, error: Exception) -> Response:
         body = ErrorBody(message, "invalid_request_error", None, "not_found")
     else:
         body = ErrorBody(error.detail, "invalid_request_error", None, None)
-    return Response(_encode(ErrorEnvelope(body)), error.status_code, error.headers, "application/json")
+    return Response(_encode(ErrorEnvelope(body)), error.status_code, headers, "application/json")
+
+
+def _methods_of(request: Request) -> list[str]:
+    """The methods of a path. It may have several routes, and Starlette's error has those of the first one only."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    return sorted({method for route in routes for method in route.methods})

@@ -23,6 +23,7 @@ from .forwarded import WHOLE_SERVER, Forward, ForwardedEndpoint
 from .key_limits import KeyLimits
 from .paths import TrailingSlash
 from .request_log import RequestLog
+from .response_store import ResponseStore
 from .resumable import ResumableStreams
 from .routing import BoundEndpoint, MetricsSource, Server
 from .saved_streams import SavedStreams
@@ -52,16 +53,18 @@ def make_server(
     """The state that the handlers of one engine share. `saved`: the streams of `--resume-file`."""
     args = manager.server_args
     streams = ResumableStreams(args.resume_grace) if args.resume_grace and saved is None else None
+    responses = ResponseStore(args.response_store_mib << 20) if args.response_store_mib else None
     return Server(
         manager,
         __version__,
         health_timeout_s=health_timeout_s,
         state_timeout_s=state_timeout_s,
         flush_timeout_s=flush_timeout_s,
-        metrics=_metrics_page(manager),
+        metrics=_metrics_page(manager, responses),
         key_limits=KeyLimits.of(args, time.monotonic),
         streams=streams if saved is None else saved.streams,
         saved=saved,
+        responses=responses,
         recorded={} if saved is None else {one.path: one for one in ENDPOINTS if one.streams is not None},
     )
 
@@ -87,10 +90,10 @@ def create_app(server: Server, *, tracer: RequestTracer | None = None, forward: 
     return app
 
 
-def _metrics_page(manager: TokenizerManager) -> MetricsSource | None:
+def _metrics_page(manager: TokenizerManager, responses: ResponseStore | None) -> MetricsSource | None:
     if manager.metrics is None:
         return None
     # Imported here: prometheus_client takes 50 ms, and most servers do not need it.
     from .metrics import MetricsPage
 
-    return MetricsPage(manager, manager.metrics)
+    return MetricsPage(manager, manager.metrics, responses)

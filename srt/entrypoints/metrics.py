@@ -20,6 +20,7 @@ from ...managers.request_metrics import Histogram, RequestMetrics, TenantCounts
 from ...managers.tokenizer_manager import TokenizerManager
 from ..speculation_state import SpeculationState
 from ..tier_state import FileTierState, TierState
+from .response_store import ResponseStore
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
@@ -47,9 +48,12 @@ class MetricsPage(Collector):
     counts: it could fall from one page to the next.
     """
 
-    def __init__(self, manager: TokenizerManager, metrics: RequestMetrics) -> None:
+    def __init__(
+        self, manager: TokenizerManager, metrics: RequestMetrics, responses: ResponseStore | None = None
+    ) -> None:
         self._manager = manager
         self._metrics = metrics
+        self._responses = responses
         self._label_values = (manager.server_args.model_name,)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -73,6 +77,17 @@ class MetricsPage(Collector):
             yield from self._of_scheduler(known)
         yield from self._of_requests(self._metrics)
         yield from self._of_restarts(self._manager.recovery)
+        if self._responses is not None:
+            yield from self._of_responses(self._responses)
+
+    def _of_responses(self, stored: ResponseStore) -> Iterator[Metric]:
+        own = (
+            ("stored_responses", "Stored responses of /v1/responses", len(stored)),
+            ("stored_responses_bytes", "Memory of stored responses", stored.num_bytes),
+            ("stored_responses_max_bytes", "The most memory of stored responses", stored.max_bytes),
+        )
+        for name, text, value in own:
+            yield self._gauge(name, text, value, prefix="tercet")
 
     def _of_scheduler(self, known: KnownState) -> Iterator[Metric]:
         state = known.state

@@ -77,7 +77,7 @@ def openapi_document(documented: Iterable[Endpoint]) -> dict[str, Any]:
     for endpoint in documented:
         for path in (endpoint.path, *endpoint.aliases):
             operations = {method.lower(): _operation(endpoint, method, path, schema_of) for method in endpoint.methods}
-            paths[path.replace(":path", "")] = operations
+            paths.setdefault(path.replace(":path", ""), {}).update(operations)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tercet", "version": __version__},

@@ -24,6 +24,7 @@ from ..errors import InvalidRequest, QueueFull, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
 from .json_limits import check_limits
 from .key_limits import KeyLimits
+from .response_store import ResponseStore
 from .resumable import ResumableStreams
 from .saved_streams import BODY, SavedStreams
 from .wire import BodyCodec, shown
@@ -83,6 +84,8 @@ class Server:
     """None without --resume-grace."""
     saved: SavedStreams | None = None
     """None without --resume-file."""
+    responses: ResponseStore | None = None
+    """None without --response-store-mib."""
     recorded: Mapping[str, Endpoint] = field(default_factory=dict)
     """The endpoints whose streams are recorded, by path."""
     share: float = 1.0
@@ -186,24 +189,18 @@ class BoundEndpoint:
 
     async def _body(self, request: Request) -> Any:
         """The decoded body. Raises BodyTooLarge, QueueFull or InvalidRequest without reading the rest of the body."""
-        too_large = BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
+        too_large = f"the body must have at most {MAX_BODY_BYTES} bytes"
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
-            raise too_large
+            raise BodyTooLarge(too_large)
         for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
             coding = request.headers.get(name, plain).lower()
             if coding not in ("", plain):
                 raise InvalidRequest(f"{name} {shown(coding)} is not supported; send the body without compression")
-        held = self.server.held
         data = bytearray()
         async for part in request.stream():
             data += part
-            held.num_bytes += len(part)
-            request.scope[_NUM_BYTES] = len(data)
-            if len(data) > MAX_BODY_BYTES:
-                raise too_large
-            if held.num_bytes > MAX_HELD_BYTES * self.server.share:
-                raise QueueFull("the bodies of unanswered requests exceed the server's memory limit; try again later")
+            hold_bytes(self.server, request, len(part), too_large)
         return await self._decoded(request, data)
 
     async def _decoded(self, request: Request, data: bytearray) -> Any:
@@ -220,6 +217,32 @@ class BoundEndpoint:
         if self._endpoint.path in self.server.recorded and body.stream:
             request.scope[BODY] = bytes(data)
         return body
+
+
+def hold_bytes(server: Server, request: Request, num_bytes: int, too_large: str) -> None:
+    """Counts more bytes of a request: of its body, or of what it continues.
+
+    Raises BodyTooLarge with the text `too_large` if they are too many for a request, and QueueFull if all requests
+    together have too many.
+    """
+    num_held = request.scope[_NUM_BYTES] = request.scope.get(_NUM_BYTES, 0) + num_bytes
+    server.held.num_bytes += num_bytes
+    if num_held > MAX_BODY_BYTES:
+        raise BodyTooLarge(too_large)
+    if server.held.num_bytes > MAX_HELD_BYTES * server.share:
+        raise QueueFull("the bodies of unanswered requests exceed the server's memory limit; try again later")
+
+
+def hold_conversation(server: Server, request: Request, num_bytes: int) -> None:
+    """Counts the conversation that a request continues as a part of its body. Raises as `hold_bytes`."""
+    if num_bytes > SMALL_BODY_BYTES:
+        request.scope[_IS_LARGE] = True
+    hold_bytes(
+        server,
+        request,
+        num_bytes,
+        f"the body and the conversation of previous_response_id must have at most {MAX_BODY_BYTES} bytes together",
+    )
 
 
 async def decode(server: Server, request: Request, codec: BodyCodec[T], data: bytes | bytearray) -> T:

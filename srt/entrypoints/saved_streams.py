@@ -23,6 +23,7 @@ from .replay import Replay, StreamRecorder, set_replay
 from .request_names import names_of, set_names
 from .resumable import ResumableStreams, new_stream_id
 from .stream_journal import WEIGHTS, SavedPrompt, SavedRequest, StreamJournal
+from .tenants import tenant_headers
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,8 @@ class SavedStreams:
             raise StreamChanged(_OTHER_VERSION) from None
         request = replay.saved.request
         self._check(request, weight_version())  # an update may have ended meanwhile
-        again: dict[str, Any] = {**scope, "method": "POST", "path": request.path, "headers": []}
+        headers = tenant_headers(scope)
+        again: dict[str, Any] = {**scope, "method": "POST", "path": request.path, "headers": headers}
         set_names(again, replay.names())
         set_replay(again, replay)
         await handle(again, request.body, replay)

@@ -16,7 +16,8 @@ headers: there the field or argument `tenant` is the name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.types import Scope
@@ -49,6 +50,11 @@ def owner_of(scope: Scope) -> str:
     """
     digest: bytes = scope.get(_KEY_DIGEST, b"")
     return digest.hex()[:32]
+
+
+def tenant_headers(scope: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    """The headers of a request that name its tenant, without all others."""
+    return [(name, value) for name, value in scope["headers"] if name == HEADER]
 
 
 def tenant_of(scope: Scope) -> str | None:

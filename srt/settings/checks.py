@@ -44,6 +44,7 @@ _AT_LEAST_1 = (
 _OF_ONE_HTTP_PROCESS = (
     "resume_file",
     "resume_grace",
+    "response_store_mib",
     "max_concurrent_requests_per_key",
     "requests_per_minute_per_key",
 )
@@ -141,6 +142,8 @@ def _check_http(args: ServerArgs) -> None:
         raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
     if args.resume_file is not None and not args.resume_grace:
         raise ValueError("--resume-file needs --resume-grace SECONDS above 0")
+    if not 0 <= args.response_store_mib < 2**20:
+        raise ValueError(f"--response-store-mib must be in [0, {2**20}), got {args.response_store_mib}")
 
 
 def _check_observability(args: ServerArgs) -> None:

@@ -59,6 +59,13 @@ class HttpSettings:
     incremental_streaming_output: Annotated[
         bool, _server("Each event of a /generate stream has only the new text and ids, not the whole output so far")
     ] = False
+    response_store_mib: Annotated[
+        int,
+        _server(
+            "MiB of memory for responses of /v1/responses that clients can continue and read; of more, the oldest are "
+            "dropped; 0: none is stored"
+        ),
+    ] = 0
     resume_grace: Annotated[
         float,
         _server(

@@ -1,4 +1,4 @@
-"""POST /v1/responses, without storage: a conversation of items becomes a chat, and its answer becomes items."""
+"""POST /v1/responses: a conversation of items becomes a chat, and its answer becomes items."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from .responses_answer import (
     ResponseStatus,
     ResponseUsage,
 )
-from .responses_input import chat_of, functions_of
+from .responses_input import chat_of, functions_of, items_of
 from .responses_protocol import ResponsesBody, ResponsesTool, ResponsesToolChoice
+from .storing import Storing
 from .tools import AnswerPlan
 
 RESPONSES_CODEC = BodyCodec(ResponsesBody)
@@ -53,14 +54,15 @@ async def responses(server: Server, request: Request, body: ResponsesBody) -> AS
     name = f"resp_{names.hex()}"
     choice = None if body.truncation is None else body.truncation == "auto"
     truncates = server.manager.inputs.truncates_prompt(choice)
+    storing = Storing.of(server, request, body)
     try:
-        chat = await in_thread_if_large(request, _chat, body, name)
+        chat = await in_thread_if_large(request, _chat, body, name, names, storing)
         return await run_chat(
             server,
             request,
             chat,
             name,
-            lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling, names, truncates),
+            lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling, names, truncates, storing),
             adapter=adapter,
             truncates=truncates,
         )
@@ -68,8 +70,11 @@ async def responses(server: Server, request: Request, body: ResponsesBody) -> AS
         raise _renamed(error) from None
 
 
-def _chat(body: ResponsesBody, name: str) -> ChatBody:
-    return CHAT_CODEC.convert({**chat_of(body), "rid": name})
+def _chat(body: ResponsesBody, name: str, names: RequestNames, storing: Storing) -> ChatBody:
+    before = storing.conversation()
+    chat = CHAT_CODEC.convert({**chat_of(body, before), "rid": name})
+    storing.note_input(items_of(body), names, before)
+    return chat
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:
@@ -96,8 +101,10 @@ class _ResponsesFormat(PlannedFormat):
         sampling: SamplingParams,
         names: RequestNames,
         truncates: bool,
+        storing: Storing,
     ) -> None:
         super().__init__(plan, names)
+        self._storing = storing
         self._body = body
         self._model = model
         self._sampling = sampling
@@ -126,6 +133,7 @@ class _ResponsesFormat(PlannedFormat):
 
     def last_events(self) -> bytes:
         response = self._final()
+        self._storing.note_response(response)  # before the client gets its last event, and continues the response
         self._tell(f"response.{'completed' if response.status == 'completed' else 'incomplete'}", response=response)
         return self._told()
 
@@ -138,7 +146,9 @@ class _ResponsesFormat(PlannedFormat):
 
     def full_response(self) -> Any:
         self._read(self._samples[0].collected)
-        return self._final()
+        response = self._final()
+        self._storing.note_response(response)
+        return response
 
     def _read(self, out: TextOut) -> None:
         ended = out.finish is not None
@@ -221,6 +231,8 @@ class _ResponsesFormat(PlannedFormat):
             user=body.user,
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
+            store=self._storing.is_on,
+            previous_response_id=body.previous_response_id,
             truncation=self._truncation,
         )
 

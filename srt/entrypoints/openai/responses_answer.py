@@ -24,6 +24,10 @@ class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text", tag_field
     text: Annotated[str, doc("The reasoning")]
 
 
+class SummaryText(msgspec.Struct, frozen=True, tag="summary_text", tag_field=_TYPE):
+    text: Annotated[str, doc("The text")]
+
+
 class OutputMessage(msgspec.Struct, frozen=True, tag="message", tag_field=_TYPE):
     """Text for the user."""
 
@@ -48,7 +52,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning", tag_field=_TYP
     """What the model thinks before its answer; only with --reasoning-parser."""
 
     id: Annotated[str, doc("Name of the item")]
-    summary: Annotated[list[Any], doc("Always empty")]
+    summary: Annotated[list[SummaryText], doc("Empty, unless a client has sent reasoning with a summary")]
     content: Annotated[list[ReasoningText], doc("The reasoning, in one part")]
     status: Annotated[ItemStatus, doc("Whether the item is complete")]
 
@@ -115,9 +119,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     user: Annotated[str | None, doc("As in the request")]
     safety_identifier: Annotated[str | None, doc("As in the request")]
     prompt_cache_key: Annotated[str | None, doc("As in the request")]
-    store: Annotated[Literal[False], doc("Always false: answers are not stored")] = False
+    store: Annotated[bool, doc("Whether the response is stored when it is complete or incomplete")]
     background: Annotated[Literal[False], doc("Always false")] = False
-    previous_response_id: Annotated[None, doc("Always null")] = None
+    previous_response_id: Annotated[str | None, doc("As in the request")]
     max_tool_calls: Annotated[None, doc("Always null")] = None
     top_logprobs: Annotated[int, doc("Always 0")] = 0
     truncation: Annotated[

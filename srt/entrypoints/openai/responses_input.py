@@ -34,10 +34,15 @@ _ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field
 _OPTIONAL = {"reasoning": _FIELDS["reasoning"], "function_call": ("namespace",)}
 
 
-def chat_of(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of the body of a chat. Raises InvalidRequest."""
+def items_of(body: ResponsesBody) -> Sequence[InputItem]:
+    """The input of a body as items."""
+    return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def chat_of(body: ResponsesBody, before: Sequence[InputItem] = ()) -> dict[str, Any]:
+    """The fields of the body of a chat. `before`: the conversation that the body continues. Raises InvalidRequest."""
     chat = {name: getattr(body, name) for name in _SAME}
-    chat["messages"] = _messages(body)
+    chat["messages"] = _messages(body, before)
     chat["max_completion_tokens"] = body.max_output_tokens
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -100,16 +105,14 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    if isinstance(body.input, str):
-        messages.append({"role": "user", "content": body.input})
-    else:
-        reader = _ItemReader()
-        for i, item in enumerate(body.input):
-            reader.read(item, f"input[{i}]")
-        reader.end()
-        messages = reader.messages
+def _messages(body: ResponsesBody, before: Sequence[InputItem]) -> list[dict[str, Any]]:
+    reader = _ItemReader()
+    for item in before:
+        reader.read(item, "previous_response_id")
+    for i, item in enumerate(items_of(body)):
+        reader.read(item, f"input[{i}]")
+    reader.end()
+    messages = reader.messages
     if body.instructions is None:
         return messages
     if messages and messages[0]["role"] in ("system", "developer"):  # most templates accept one system message
@@ -139,14 +142,14 @@ class _ItemReader:
                 raise InvalidRequest(f"{path}.{field} is required with type {kind}", param=f"{path}.{field}")
         if kind == "message":
             assert item.role is not None
-            self._add(item.role, _text(item.content))
+            self._add(item.role, text_of(item.content))
         elif kind == "reasoning":
-            self._reasoning.append(_text(item.content) or _text(item.summary))
+            self._reasoning.append(text_of(item.content) or text_of(item.summary))
         elif kind == "function_call":
             self._call(item)
         else:
             assert item.call_id is not None
-            self._add("tool", _text(item.output))
+            self._add("tool", text_of(item.output))
             self.messages[-1]["tool_call_id"] = item.call_id
             if item.call_id in self._names:
                 self.messages[-1]["name"] = self._names[item.call_id]
@@ -175,7 +178,8 @@ class _ItemReader:
             self._add("assistant", "")
 
 
-def _text(content: str | Sequence[InputPart] | None) -> str:
+def text_of(content: str | Sequence[InputPart] | None) -> str:
+    """The text of a message, of reasoning, or of the result of a call."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)

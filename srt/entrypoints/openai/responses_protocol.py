@@ -9,7 +9,6 @@ from ..wire import TEXT_ONLY, Int64, Wire, doc, only
 from .protocol import CacheSalt, LoraPath, Priority, RetentionSeconds, RunningTimeout, SessionId, User, WaitingTimeout
 from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check_fields_of_type
 
-_NOT_STORED = "answers are not stored"
 _NO_SUMMARY = "reasoning is sent as text, without a summary; `auto` leaves the choice to the server"
 _NOT_INCLUDED = (
     "no further contents are available; reasoning needs no encryption, because it is sent, and taken back, as text"
@@ -57,9 +56,10 @@ class InputItem(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     parsed_arguments: ParsedArguments = None
     output: Annotated[str | list[InputPart] | None, doc("The result of a call")] = None
     summary: Annotated[list[InputPart] | None, doc("Text of reasoning that has no `content`")] = None
-    id: Annotated[str | None, doc("It has no effect: the server does not store items")] = None
+    id: Annotated[str | None, doc("Name of the item in the list of a stored response; it has no other effect")] = None
     status: Annotated[
-        Literal["in_progress", "completed", "incomplete"] | None, doc("It has no effect: the text says what there is")
+        Literal["in_progress", "completed", "incomplete"] | None,
+        doc("The list of a stored response repeats it; it has no other effect: the text says what there is"),
     ] = None
     phase: Annotated[Any, only("phases of an answer are not supported")] = None
     namespace: Annotated[str | None, doc("The namespace of the called function")] = None
@@ -199,11 +199,21 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     running_timeout: RunningTimeout = None
     session_id: SessionId = None
     retention_seconds: RetentionSeconds = None
-    store: Annotated[Any, only(_NOT_STORED, False)] = None
-    previous_response_id: Annotated[Any, only(_NOT_STORED + "; send the whole conversation as input")] = None
-    conversation: Annotated[Any, only(_NOT_STORED + "; send the whole conversation as input")] = None
-    background: Annotated[Any, only(_NOT_STORED, False)] = None
-    background_options: Annotated[Any, only(_NOT_STORED)] = None
+    store: Annotated[
+        bool | None,
+        doc("Store the response; true needs --response-store-mib; default: true with this flag, else false"),
+    ] = None
+    previous_response_id: Annotated[
+        str | None,
+        doc("A stored response: its conversation and its output come before `input`; needs --response-store-mib"),
+    ] = None
+    conversation: Annotated[
+        Any, only("conversations are not stored; send previous_response_id, or the whole conversation as input")
+    ] = None
+    background: Annotated[Any, only("the answer belongs to its connection; none is made in the background", False)] = (
+        None
+    )
+    background_options: Annotated[Any, only("no answer is made in the background")] = None
     prompt: Annotated[Any, only("prompts are not stored")] = None
     include: Annotated[Any, only(_NOT_INCLUDED, [], ["reasoning.encrypted_content"])] = None
     truncation: Annotated[

@@ -31,6 +31,7 @@ def settings_of(args: ServerArgs) -> dict[str, str]:
         ({"served_model_name": "other"}, ["served_model_name"]),
         ({"fuse_small_steps": True}, ["fuse_small_steps"]),
         ({"hopper_prefill": True}, ["hopper_prefill"]),
+        ({"response_store_mib": 1}, ["stores_responses"]),
         ({"tokenizer_path": "a-name-for-transformers"}, ["tokenizer"]),
     ],
 )

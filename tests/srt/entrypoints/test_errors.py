@@ -34,6 +34,10 @@ def test_a_method_that_is_not_allowed(site: Site, method: str, path: str) -> Non
     assert answer.headers["allow"] in error_of(answer)["message"]
 
 
+def test_the_allowed_methods_of_a_path_with_several_endpoints(site: Site) -> None:
+    assert site.post("/v1/responses/resp_1").headers["allow"] == "DELETE, GET, HEAD"
+
+
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
     ("body", "says"),

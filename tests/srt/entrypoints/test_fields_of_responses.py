@@ -58,6 +58,11 @@ BODY: Table = {
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
     "chat_template_kwargs": ({"mood": "!"}, lambda seen: seen.prompt.endswith("<assistant>!")),
     "text": ({"format": {"type": "nonsense"}}, lambda seen: seen.answer["error"]["param"].startswith("text.format")),
+    "store": (False, lambda seen: seen.answer["store"] is False),
+    "previous_response_id": (
+        "resp_x",
+        lambda seen: seen.answer.get("error") and seen.answer["error"]["code"] == "previous_response_not_found",
+    ),
     "truncation": ("auto", lambda seen: len(seen.ids) == CONTEXT_LEN - 1),
     "reasoning": ({"effort": "high"}, lambda seen: seen.prompt.endswith("(high)")),
 }
@@ -158,7 +163,7 @@ WALKS = [
 @pytest.fixture
 def site() -> Iterator[Site]:
     """Two tokens say two calls."""
-    site = Site(**WITH_PIRATE)
+    site = Site(response_store_mib=1, **WITH_PIRATE)
     site.scheduler.words = ("h", "m" + '<tool_call>{"name": "f"}</tool_call>' * 2)
     site.manager.inputs.tokenizer = tokenizer()
     yield site

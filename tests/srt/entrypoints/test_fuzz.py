@@ -49,6 +49,7 @@ from tercet.srt.entrypoints.openai.responses_protocol import (
 )
 from tercet.srt.entrypoints.openai.tool_protocol import Function, GivenFunctionCall, GivenToolCall, Tool, ToolChoice
 from tercet.srt.entrypoints.rerank import RerankBody
+from tercet.srt.entrypoints.response_store import Turn
 from tercet.srt.entrypoints.score import ScoreBody
 from tercet.srt.entrypoints.tokenize import DetokenizeBody, TokenizeBody
 from tercet.srt.entrypoints.wire import Wire, fields_of
@@ -59,14 +60,18 @@ CHECKED = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 PATHS = {one.path: one.body.type for one in ENDPOINTS if one.body is not None}
+STORED = "resp_1"
+"""A stored response, which others may drop."""
 CLOSED = {"/start_profile", "/update_weights_from_disk", "/load_lora_adapter"}
 """Status 403 without a folder in the settings."""
 
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Site]:
-    site = Site(reasoning_parser="qwen3")
+    site = Site(reasoning_parser="qwen3", response_store_mib=1)
     site.scheduler.step = 64
+    assert site.server.responses is not None
+    site.server.responses.add(STORED, "/", b"{}", Turn(None, b"[]", b"[]"))
     yield site
     site.close()
 
@@ -103,6 +108,7 @@ NAMED: dict[str, st.SearchStrategy[Any]] = {
     "type": st.sampled_from(["text", "image_url", ""]),
     "stream": st.booleans(),
     "model": st.sampled_from(["tiny", "default", "other", ""]),
+    "previous_response_id": st.sampled_from([STORED, "resp_2", ""]),
     "chat_template_kwargs": st.dictionaries(
         st.one_of(TEXTS, st.sampled_from(["messages", "self", "tools", "mood", "bos_token"])), JUNK, max_size=3
     ),

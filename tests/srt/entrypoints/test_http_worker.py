@@ -35,6 +35,8 @@ LOCAL = {
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/streams",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items",
         "/v1/models",
         "/v1/models/{model:path}",
         "/tokenize",
@@ -128,6 +130,7 @@ def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
     [
         {"resume_grace": 1.0},
         {"resume_grace": 1.0, "resume_file": "f"},
+        {"response_store_mib": 1},
         {"max_concurrent_requests_per_key": 1},
         {"requests_per_minute_per_key": 1},
     ],

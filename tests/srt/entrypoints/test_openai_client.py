@@ -18,7 +18,7 @@ SAID = ("<think>w", "hy</think>", "Ok", '<tool_call>{"name": "f", "argu', 'ments
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveSite]:
-    with live_site(reasoning_parser="qwen3") as site:
+    with live_site(reasoning_parser="qwen3", response_store_mib=1) as site:
         yield site
 
 
@@ -88,8 +88,8 @@ def test_answers_can_be_sent_back_in_every_form(client: Any, live: LiveSite, mad
 
 
 def test_an_error(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="answers are not stored"):
-        client.responses.create(model="tiny", input="hi", store=True)
+    with pytest.raises(openai.BadRequestError, match="none is made in the background"):
+        client.responses.create(model="tiny", input="hi", background=True)
 
 
 def test_a_response_can_be_aborted_by_its_id(client: Any, live: LiveSite) -> None:
@@ -102,3 +102,28 @@ def test_a_response_can_be_aborted_by_its_id(client: Any, live: LiveSite) -> Non
         assert aborted == {"aborted": True}
         last = list(events)[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+
+
+def test_stored_responses(client: Any, live: LiveSite) -> None:
+    first = client.responses.create(model="tiny", input="hi", tools=FLAT_TOOLS)
+    assert client.responses.retrieve(first.id) == first
+    call = first.output[-1]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+    second = client.responses.create(model="tiny", input=[result], previous_response_id=first.id)
+    assert live.scheduler.prompt_texts()[-1].endswith(f"<tool>42(f)({call.call_id})\n<assistant>")
+    assert (second.previous_response_id, second.store) == (first.id, True)
+    everything = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.type for item in everything] == ["message", *(item.type for item in first.output), result["type"]]
+    assert [item.to_dict() for item in everything[1:-1]] == [item.to_dict() for item in first.output]
+    newest_first = list(client.responses.input_items.list(second.id, limit=3))
+    assert newest_first == everything[::-1]
+    with client.responses.stream(model="tiny", input="more", previous_response_id=second.id) as stream:
+        last = stream.get_final_response()
+    stored = client.responses.retrieve(last.id)
+    assert (stored.output_text, stored.usage) == (last.output_text, last.usage)
+    assert client.responses.delete(first.id) is None
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.responses.create(model="tiny", input="hi", previous_response_id=first.id)
+    assert unknown.value.code == "previous_response_not_found"

@@ -16,6 +16,7 @@ from tercet.srt.entrypoints.native_protocol import NativeSampling
 from tercet.srt.entrypoints.openai.chat_protocol import TextPart
 from tercet.srt.entrypoints.openai.protocol import StreamOptions
 from tercet.srt.entrypoints.openapi import body_types
+from tercet.srt.entrypoints.response_store import Turn
 from tercet.srt.entrypoints.wire import fields_of
 from tercet.srt.profile_messages import ProfileReply, StartProfileReq
 from tercet.srt.weight_messages import UpdateWeightsReq
@@ -43,6 +44,8 @@ VALID: dict[str, dict[str, Any]] = {
 }
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 HONOURED: dict[str, Any] = {
+    "store": True,
+    "previous_response_id": "resp_1",
     "truncation": "auto",
     "text": "b",
     "sampling_params": {"max_new_tokens": 2},
@@ -164,8 +167,11 @@ OUTLANDISH = {"not": ["a", "value"]}
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """With everything on that a server can switch off."""
-    site = Site(profile_dir=str(tmp_path), update_weights_dir=str(tmp_path), **WITH_PIRATE)
+    """With everything on that a server can switch off, and with a stored response."""
+    folder = str(tmp_path)
+    site = Site(profile_dir=folder, update_weights_dir=folder, response_store_mib=1, **WITH_PIRATE)
+    assert site.server.responses is not None
+    site.server.responses.add("resp_1", "/", b"{}", Turn(None, b"[]", b"[]"))
     site.scheduler.answers = {
         StartProfileReq: lambda message: ProfileReply(message.call_id, message.path),
         UpdateWeightsReq: loaded_weights,

@@ -306,9 +306,10 @@ def test_the_request_or_else_the_server_says_whether_a_long_prompt_is_truncated(
     [
         ({}, "input", "input is required"),
         ({"input": []}, "input", "input must contain 1 to 10000 messages, got 0"),
-        ({"input": "hi", "store": True}, "store", "answers are not stored"),
+        ({"input": "hi", "store": True}, "store", "needs a server with --response-store-mib"),
         ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
-        ({"input": "hi", "background": True}, "background", "not stored"),
+        ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "--response-store-mib"),
+        ({"input": "hi", "background": True}, "background", "background"),
         ({"input": "hi", "truncation": "middle"}, "truncation", "middle"),
         ({"input": "x" * 240, "truncation": "disabled"}, "input", "maximum context length"),
         ({"input": "hi", "max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),

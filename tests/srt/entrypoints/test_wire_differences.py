@@ -21,10 +21,12 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def test_every_path_may_end_with_a_slash() -> None:
-    site = Site(enable_metrics=True, resume_grace=1.0)  # without them, /metrics and /v1/streams are 404
+    # Without these settings, /metrics, /v1/streams and /v1/responses/{response_id} are 404.
+    site = Site(enable_metrics=True, resume_grace=1.0, response_store_mib=1)
+    stored = site.good("/v1/responses", {"input": "a", "max_output_tokens": 1})["id"]
     for route in site.app.routes:
         assert isinstance(route, Route) and route.methods
-        path = route.path.replace("{model:path}", "tiny")
+        path = route.path.replace("{model:path}", "tiny").replace("{response_id}", stored)
         method = "GET" if "GET" in route.methods else "POST"
         plain, slash = (site.request(method, where) for where in (path, f"{path}/"))
         assert plain.status_code == slash.status_code != 404, path
