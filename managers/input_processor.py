@@ -28,7 +28,7 @@ from .text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 
-_TOKENISE_OFF_LOOP_CHARS = 20_000
+TOKENISE_OFF_LOOP_CHARS = 20_000
 """Longer texts are tokenised in a thread, so that they delay no stream."""
 _MAX_CHARS_PER_TOKEN = 256
 """Longer texts cannot fit: a token has at most a few dozen bytes."""
@@ -68,7 +68,8 @@ class InputProcessor:
 
     def update(self, facts: SchedulerReady) -> None:
         """A restarted engine may have less memory for KV."""
-        self._facts = facts
+        self.facts = facts
+        """Of the engine that gets the requests."""
         self._max_total_tokens = min(facts.context_len, facts.max_total_num_tokens)
 
     def make_sampling(self, given: Mapping[str, Any]) -> SamplingParams:
@@ -83,7 +84,7 @@ class InputProcessor:
             if isinstance(values.get(name), dict):
                 values[name] = _json_text(values[name], name)
         sampling = converted(SamplingParams, values)
-        sampling.check_vocab(self._facts.vocab_size)
+        sampling.check_vocab(self.facts.vocab_size)
         if self.tokenizer is None and sampling.stops_at_text:
             field = "stop" if sampling.stop_strings else "stop_regex"
             raise InvalidRequest(
@@ -97,9 +98,9 @@ class InputProcessor:
         return sampling
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, truncates: bool | None = None, name: str = "prompt"
+        self, text: str, *, add_special_tokens: bool = True, truncates: bool | None = None, field: str = "prompt"
     ) -> list[int]:
-        """The token ids of a text. `truncates`: see `truncates_prompt`. `name`: of the text, for error messages.
+        """The token ids of a text. `truncates`: see `truncates_prompt`. `field`: of the body, for error messages.
 
         Raises InvalidRequest without a tokenizer and for invalid Unicode, and PromptTooLong for a text that can never
         fit. Other texts that do not fit are returned whole, for `check_ids`.
@@ -108,9 +109,9 @@ class InputProcessor:
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
         if self.truncates_prompt(truncates):
-            text = text[-self._max_chars :]
+            text = text[-self.max_chars :]
         else:
-            self._refuse_excess(tokenizer, text, name)
+            self.refuse_excess(tokenizer, text, field)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def prompt_ids(
@@ -132,23 +133,23 @@ class InputProcessor:
     async def encode_off_loop(self, text: str, *, add_special_tokens: bool, truncates: bool | None = None) -> list[int]:
         """As `encode`. A long text is tokenised in a thread, so that it delays no stream."""
         encode = functools.partial(self.encode, text, add_special_tokens=add_special_tokens, truncates=truncates)
-        return encode() if len(text) < _TOKENISE_OFF_LOOP_CHARS else await asyncio.to_thread(encode)
+        return encode() if len(text) < TOKENISE_OFF_LOOP_CHARS else await asyncio.to_thread(encode)
 
     def prediction_ids(self, given: str | Sequence[int]) -> bytes:
         """The packed token ids of a predicted output, for `RequestOptions.prediction`.
 
         Raises as `encode` and `check_ids` do, and UnsupportedField on a server that makes no drafts.
         """
-        name = "prediction"
+        field = "prediction"
         if not self._has_drafts:
-            raise UnsupportedField(f"{name} needs a server with --speculative-algorithm NGRAM", param=name)
+            raise UnsupportedField(f"{field} needs a server with --speculative-algorithm NGRAM", param=field)
         try:
             ids, is_text = given, isinstance(given, str)
             if isinstance(ids, str):
-                ids = self.encode(ids, add_special_tokens=False, truncates=False, name=name)
-            return pack_ids(self.check_ids(ids, is_text=is_text, truncates=False, name=name) if ids else ())
+                ids = self.encode(ids, add_special_tokens=False, truncates=False, field=field)
+            return pack_ids(self.check_ids(ids, is_text=is_text, truncates=False, field=field) if ids else ())
         except InvalidRequest as error:
-            error.param = name
+            error.param = field
             raise
 
     def truncates_prompt(self, choice: bool | None) -> bool:
@@ -157,41 +158,42 @@ class InputProcessor:
         return self._allow_auto_truncate if choice is None else choice
 
     @property
-    def _max_chars(self) -> int:
-        return _MAX_CHARS_PER_TOKEN * max(self._facts.context_len, 1)
+    def max_chars(self) -> int:
+        return _MAX_CHARS_PER_TOKEN * max(self.facts.context_len, 1)
 
-    def _refuse_excess(self, tokenizer: Tokenizer, text: str, name: str) -> None:
+    def refuse_excess(self, tokenizer: Tokenizer, text: str, field: str = "prompt") -> None:
         """Raises PromptTooLong for too many characters, and for a long text with over twice the tokens that fit.
 
-        Tokenising needs hundreds of bytes per token, so such a text is counted in pieces, one in memory at a time.
-        A cut between two pieces changes a few tokens around it, far too few to double the number of a text that fits.
-        The count decides nothing else: a text that passes is tokenised whole.
+        `field`: of the request's body that has the text. Tokenising needs hundreds of bytes per token, so such a text
+        is counted in pieces, one in memory at a time. A cut between two pieces changes a few tokens around it, far too
+        few to double the number of a text that fits. The count decides nothing else: a text that passes is tokenised
+        whole.
         """
-        if len(text) > self._max_chars:
-            raise self._overflow(f"the {name} has {len(text)} characters; at most {self._max_chars} can fit")
-        limit = self._facts.max_req_input_len
+        if len(text) > self.max_chars:
+            raise self.overflow(f"the {field} has {len(text)} characters; at most {self.max_chars} can fit", field)
+        limit = self.facts.max_req_input_len
         if len(text) <= _USUAL_CHARS_PER_TOKEN * limit:
             return
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(tokenizer.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
             if num_tokens > 2 * limit:
-                raise self._overflow(f"the {name} has more than {2 * limit} tokens; at most {limit} fit")
+                raise self.overflow(f"the {field} has more than {2 * limit} tokens; at most {limit} fit", field)
 
     def check_ids(
-        self, ids: Sequence[int], *, is_text: bool, truncates: bool | None = None, name: str = "prompt"
+        self, ids: Sequence[int], *, is_text: bool, truncates: bool | None = None, field: str = "prompt"
     ) -> Sequence[int]:
         """Checks the token ids of a prompt. Returns all of them, or the last ones that fit (`truncates_prompt`).
-        `name`: of what has the ids, for error messages.
+        `field`: of the body, for error messages.
 
         Raises InvalidRequest for no ids and for ids outside the vocabulary, PromptTooLong for too many.
         """
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is required", param="prompt")
-        limit = self._facts.max_req_input_len
+        limit = self.facts.max_req_input_len
         if len(ids) > limit:
             if not self.truncates_prompt(truncates):
-                raise self._overflow(f"the {name} has {len(ids)} tokens; at most {limit} fit")
+                raise self.overflow(f"the {field} has {len(ids)} tokens; at most {limit} fit", field)
             ids = ids[-limit:]
         self._check_rows(ids, is_text=is_text)
         return ids
@@ -223,7 +225,7 @@ class InputProcessor:
         """Raises InvalidRequest if the log probabilities asked for do not suit the prompt or the engine."""
         if options.logprobs is None:
             return
-        options.logprobs.check(num_prompt_tokens, self._facts.vocab_size)
+        options.logprobs.check(num_prompt_tokens, self.facts.vocab_size)
         if options.logprobs.return_text_in_logprobs and self.tokenizer is None:
             raise InvalidRequest(
                 "return_text_in_logprobs needs a tokenizer, but this engine runs with --skip-tokenizer-init",
@@ -308,15 +310,16 @@ class InputProcessor:
         stream.push(output_ids)
         return stream.finish()
 
-    def _overflow(self, problem: str) -> PromptTooLong:
-        pool = self._facts.max_total_num_tokens
-        if pool < self._facts.context_len:
+    def overflow(self, problem: str, field: str = "prompt") -> PromptTooLong:
+        """The error of a field that is too long for the context or the KV pool."""
+        pool = self.facts.max_total_num_tokens
+        if pool < self.facts.context_len:
             problem += f", because the KV pool has {pool} tokens"
-        return PromptTooLong.of(self._facts.context_len, problem)
+        return PromptTooLong.of(self.facts.context_len, problem, param=field)
 
     def _check_rows(self, ids: Sequence[int], *, is_text: bool) -> None:
         """Raises InvalidRequest for a token that the model has no embedding of. A tokenizer may know such tokens."""
-        vocab_size = self._facts.vocab_size
+        vocab_size = self.facts.vocab_size
         if not is_text:
             check_token_ids(ids, vocab_size, "prompt")
             return
@@ -331,7 +334,7 @@ class InputProcessor:
         )
 
     def _warn_of_tokens_without_rows(self) -> None:
-        tokens = self.tokenizer.tokens_beyond(self._facts.vocab_size) if self.tokenizer is not None else []
+        tokens = self.tokenizer.tokens_beyond(self.facts.vocab_size) if self.tokenizer is not None else []
         if tokens:
             logger.warning(
                 "The tokenizer has %d tokens that are not in the model's vocabulary (%s%s); such prompts are refused",

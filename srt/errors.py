@@ -65,10 +65,10 @@ class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
     @classmethod
-    def of(cls, context_len: int, problem: str) -> PromptTooLong:
+    def of(cls, context_len: int, problem: str, *, param: str = "prompt") -> PromptTooLong:
         """The error in the words that litellm and LangChain look for before they fall back to another model."""
         return cls(
-            f"This model's maximum context length is {context_len} tokens, but {problem} ({cls.code})", param="prompt"
+            f"This model's maximum context length is {context_len} tokens, but {problem} ({cls.code})", param=param
         )
 
 

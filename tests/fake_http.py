@@ -59,6 +59,7 @@ CONTEXT_LEN = 256
 VOCAB_SIZE = 258
 EOS = 256
 BOS_TOKEN = 257
+FIM = {"pre": 1, "suf": 2, "mid": 3, "pad": 4}
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function | tojson }}{% endfor %}{% endif %}"
     "{% if documents %}<documents>{% for d in documents %}{{ d.title }}: {{ d.text }};{% endfor %}{% endif %}"
@@ -232,7 +233,8 @@ class FakeScheduler:
 
 
 def byte_tokenizer(*added: str) -> Tokenizer:
-    """A tokenizer that encodes text as UTF-8: token i is byte i, and 256 and 257 are special tokens.
+    """A tokenizer that encodes text as UTF-8: token i is byte i, and 256 and 257 are special tokens. The bytes FIM are
+    the tokens for fill in the middle.
 
     `added`: further tokens, with ids from 258 on, which are outside the model's vocabulary.
     """
@@ -246,7 +248,7 @@ def byte_tokenizer(*added: str) -> Tokenizer:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<eos>", "<bos>", *added])
     parts = TokenizerParts(
-        backend, {"eos_token": "<eos>", "bos_token": "<bos>"}, frozenset({EOS}), {"default": TEMPLATE}
+        backend, {"eos_token": "<eos>", "bos_token": "<bos>"}, frozenset({EOS}), {"default": TEMPLATE}, FIM
     )
     return Tokenizer(parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fake_adapters import PIRATE
+from fake_http import FIM
 from field_walks import BOS, STREAM, Effect, Seen, Table, logprobs, sampling
 
 
@@ -115,6 +116,7 @@ COMPLETIONS: Table = {
     "add_special_tokens": (False, lambda seen: seen.ids == [97]),
     "logprobs": (2, lambda seen: len(seen.answer["choices"][0]["logprobs"]["top_logprobs"][1]) == 2),
     "echo": (True, lambda seen: seen.answer["choices"][0]["text"].startswith("a")),
+    "suffix": ("b", lambda seen: seen.ids == [BOS, FIM["pre"], 97, FIM["suf"], 98, FIM["mid"]]),
 }
 CHAT: Table = {
     **OPENAI,

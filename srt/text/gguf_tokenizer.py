@@ -11,7 +11,7 @@ mark only at the start of a text. In these cases this reader follows llama.cpp a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from ..model_files.gguf_model import open_first_part
 from ..model_files.settings import Settings, quote
+from .fill_in_middle import NAMED_IDS
 from .gguf_pre_tokenizers import MERGES_ARE_OPTIONAL, PRE_TOKENIZERS, STARTS_WITH_BOS
 from .tokenizer_parts import TokenizerParts
 
@@ -38,6 +39,13 @@ _NAMED_IDS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
+_FIM_KEYS = {
+    "prefix_token_id": "pre",
+    "suffix_token_id": "suf",
+    "middle_token_id": "mid",
+    **{f"fim_{name}_token_id": name for name in NAMED_IDS},
+}
+"""The keys of the tokens for fill in the middle. Those of older files come first: the new ones go before them."""
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ALWAYS_SPECIAL = ("bos_token_id", *_END_IDS)
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -79,6 +87,7 @@ def _build(metadata: Settings) -> TokenizerParts:
         special_tokens={name: tokens[ids[key]] for name, key in _NAMED_IDS.items() if key in ids},
         eos_token_ids=frozenset(ids[key] for key in _END_IDS if key in ids) | ends_by_text,
         chat_templates=_chat_templates(metadata),
+        fim_ids=_fim_ids(metadata, len(tokens)),
     )
 
 
@@ -172,11 +181,19 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tupl
 def _ids(metadata: Settings, *, is_llama: bool, num_tokens: int) -> dict[str, int]:
     # The defaults of llama.cpp.
     ids = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if is_llama else {}
-    for key in (*_NAMED_IDS.values(), *_END_IDS):
-        if _KEY + key in metadata:
-            ids[key] = metadata.integer(_KEY + key, minimum=-1, maximum=2**32 - 1)
+    ids |= _given_ids(metadata, (*_NAMED_IDS.values(), *_END_IDS))
     # An id beyond the vocabulary is ignored, as in llama.cpp.
     return {key: index for key, index in ids.items() if 0 <= index < num_tokens}
+
+
+def _fim_ids(metadata: Settings, num_tokens: int) -> dict[str, int]:
+    """The tokens for fill in the middle that the file names, by NAMED_IDS."""
+    given = _given_ids(metadata, _FIM_KEYS)
+    return {_FIM_KEYS[key]: index for key, index in given.items() if 0 <= index < num_tokens}
+
+
+def _given_ids(metadata: Settings, keys: Iterable[str]) -> dict[str, int]:
+    return {key: metadata.integer(_KEY + key, minimum=-1, maximum=2**32 - 1) for key in keys if _KEY + key in metadata}
 
 
 def _turn_ends(tokens: Sequence[str], types: npt.NDArray[np.generic]) -> frozenset[int]:

@@ -6,14 +6,17 @@ because its import takes seconds.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequest
 from ..model_files.files import has_file, read_text
 from ..model_files.gguf_file import is_gguf
+from .fill_in_middle import find_fim_format
 from .gguf_tokenizer import read_gguf_tokenizer
 from .hf_tokenizer import read_hf_directory, read_with_transformers
 from .token_bytes import TokenBytes
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 _LONG_CHARS = 20_000
 """A text of at least this length is encoded without Python's lock (GIL), so that other threads are not delayed."""
+_ANCHOR = "\u263a"
+"""A character that merges with no other."""
 _LONG_IDS = 10_000
 """A list of at least this many ids is decoded without Python's lock."""
 
@@ -56,6 +61,8 @@ class Tokenizer:
         bos = self.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
         self.token_bytes = TokenBytes.of(backend)
+        self.fim = find_fim_format(backend, parts.fim_ids)
+        """The format of prompts for fill in the middle; None without tokens for it."""
         self._template_sources = dict(parts.chat_templates)
         self._templates: dict[str, ChatTemplate] = {}
 
@@ -81,6 +88,49 @@ class Tokenizer:
             _explain(error, texts)
             raise
         return [encoding.ids for encoding in encodings]
+
+    def encode_literally(self, text: str, *, is_start: bool) -> list[int]:
+        """Encode a text without special tokens: where the text spells one, it is encoded as other text is.
+
+        `is_start`: the text is the start of a document. Otherwise no space is added before it, as sentencepiece does.
+        Raises as `encode` does.
+        """
+        pieces, start = [], 0
+        while (mark := self._marks.search(text, start)) is not None:
+            # Cut after its first character, the text of a token has none of its tokens.
+            pieces.append(text[start : mark.start() + 1])
+            start = mark.start() + 1
+        pieces.append(text[start:])
+        first = self.encode(pieces[0], add_special_tokens=False) if is_start else self._encode_inside(pieces[:1])
+        return first + self._encode_inside(pieces[1:])
+
+    @functools.cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """Finds special tokens, and those of `fim`, which some files do not call special."""
+        fim: Container[int] = () if self.fim is None else self.fim.end_ids
+        added = self.backend.get_added_tokens_decoder().items()
+        texts = {token.content for token_id, token in added if token.special or token_id in fim}
+        return re.compile("|".join(map(re.escape, sorted(texts))) or r"(?!)")
+
+    @functools.cached_property
+    def start_ids(self) -> list[int]:
+        """The tokens that the tokenizer adds before a text: BOS, or none."""
+        return [token for token in self.encode("")[:1] if token == self.bos_token_id]
+
+    def _encode_inside(self, texts: Sequence[str]) -> list[int]:
+        """The tokens of texts that follow other text, one after the other."""
+        anchor = self._anchor_ids
+        encoded = self.encode_batch([_ANCHOR + text if anchor else text for text in texts], add_special_tokens=False)
+        return [token for ids in encoded for token in ids[len(anchor) :]]
+
+    @functools.cached_property
+    def _anchor_ids(self) -> list[int]:
+        """The tokens of a character before a text, which gets the space that the tokenizer adds. Empty: it adds none.
+
+        The model families with sentencepiece encode the suffix of a FIM prompt in this way.
+        """
+        adds_space = self.backend.encode("a", add_special_tokens=False).tokens[0][:1] in ("\u2581", "\u0120")
+        return self.encode(_ANCHOR, add_special_tokens=False) if adds_space else []
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids. Unknown ids give no text. Raises InvalidRequest for ids outside [0, 2**32)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import tokenizers
@@ -23,10 +24,12 @@ class TokenizerParts(NamedTuple):
     """The parts of a tokenizer.
 
     special_tokens: text of each token of NAMED_SPECIAL_TOKENS. chat_templates: Jinja source of each template by name;
-    the usual one is "default".
+    the usual one is "default". fim_ids: ids of the tokens for fill in the middle that the file names, by NAMED_IDS
+    (fill_in_middle.py).
     """
 
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
     eos_token_ids: frozenset[int]
     chat_templates: Mapping[str, str]
+    fim_ids: Mapping[str, int] = MappingProxyType({})

@@ -18,6 +18,10 @@ class CompletionBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_field
     prompt: Annotated[
         str | list[str | int | list[int]], doc("A text, token ids, or a list of texts or of token id lists")
     ]
+    suffix: Annotated[
+        str | None,
+        doc("Insert text between each prompt and this text (fill in the middle); not with token ids or `echo`"),
+    ] = None
     max_tokens: Annotated[
         Int64 | None, doc("Maximum number of tokens to generate, default 16; 0: only compute and cache the prompt")
     ] = None
@@ -35,7 +39,6 @@ class CompletionBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_field
         bool | None, doc("Begin the text with the prompt; with `logprobs`, also return those of the prompt's tokens")
     ] = None
     top_logprobs: Annotated[Any, only("`logprobs` is the number of tokens in this API", 0)] = None
-    suffix: Annotated[Any, only("insertion before a suffix is not supported", "")] = None
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):

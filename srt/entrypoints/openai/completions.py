@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ....managers.fim_prompts import FimPrompts
 from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest
 from ...io_struct import TextOut
@@ -43,14 +45,18 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
     echo = bool(body.echo)
     if echo:
         check_tokenizer(server.manager, "echo")
+    fim = _fim_prompts(server, body, contents)
+    if fim is not None:
+        sampling = fim.sampling(sampling)
     options = options_of(body, sampling, _logprobs(server, body), adapter=target.adapter)
     grammar_param = grammar_field(body)
+    add_special_tokens = body.add_special_tokens is not False
     prompts = [
         Prompt(
-            content=content,
+            content=_content(content, fim, add_special_tokens),
             options=options,
             rid=frame.id if len(contents) == 1 else f"{frame.id}_{i}",
-            add_special_tokens=body.add_special_tokens is not False,
+            add_special_tokens=add_special_tokens,
             param=f"prompt[{i}]" if is_list else "prompt",
             grammar_param=grammar_param,
         )
@@ -58,6 +64,25 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
     ]
     response_format = _CompletionFormat(server, frame, echo=echo)
     return await answer(server, request, prompts, response_format=response_format, name=frame.id)
+
+
+def _fim_prompts(server: Server, body: CompletionBody, contents: Sequence[str | list[int]]) -> FimPrompts | None:
+    """The maker of prompts for fill in the middle; None without a suffix."""
+    if not body.suffix:
+        return None
+    if body.echo:
+        raise InvalidRequest("echo is not allowed with suffix, got true", param="echo")
+    if not all(isinstance(content, str) for content in contents):
+        raise InvalidRequest("suffix is allowed only with texts as prompt, got token ids", param="suffix")
+    return FimPrompts(server.manager.inputs, body.suffix)
+
+
+def _content(
+    content: str | list[int], fim: FimPrompts | None, add_special_tokens: bool
+) -> str | list[int] | Callable[[], Awaitable[list[int]]]:
+    if fim is None or not isinstance(content, str):
+        return content
+    return functools.partial(fim.ids, content, add_special_tokens=add_special_tokens)
 
 
 def _logprobs(server: Server, body: CompletionBody) -> LogprobOptions | None:

@@ -130,7 +130,7 @@ def test_what_modifies_log_probabilities_that_are_off_is_accepted(site: Site) ->
 
 
 def test_the_size_of_an_answer_is_bounded(site: Site) -> None:
-    site.manager.inputs._facts = msgspec.structs.replace(site.manager.facts, max_req_input_len=10**6)
+    site.manager.inputs.facts = msgspec.structs.replace(site.manager.facts, max_req_input_len=10**6)
     ids, asked = [1] * 4096, list(range(256))
     body = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": asked, "logprob_start_len": 0}
     error = site.refused(GENERATE, body)

@@ -68,6 +68,7 @@ HONOURED: dict[str, Any] = {
     "return_text_in_logprobs": True,
     "top_logprobs": 20,
     "echo": True,
+    "suffix": "b",
     "model": "tiny",
     "stream_options": None,
     "n": 2,

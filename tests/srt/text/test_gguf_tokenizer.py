@@ -331,3 +331,34 @@ def test_a_token_of_a_megabyte_is_cut_only_where_tokens_can_meet():
 
 def test_every_way_to_cut_is_tested():
     assert {PRE_TOKENIZERS[name] for name in WAYS} == set(PRE_TOKENIZERS.values())
+
+
+FIM = [("<PRE>", NORMAL), ("<SUF>", USER_DEFINED), ("<MID>", CONTROL), ("<NEXT>", CONTROL)]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_the_tokens_for_fill_in_the_middle_that_a_file_names(tmp_path, older):
+    path, first = tmp_path / "x.gguf", len(byte_level_tokenizer().backend.get_vocab()) - 1
+    new = {"fim_pre_token_id": first, "fim_suf_token_id": first + 1, "fim_mid_token_id": first + 2}
+    old = {"prefix_token_id": first, "suffix_token_id": first + 1, "middle_token_id": first + 2}
+    given = old if older else {**dict.fromkeys(old, 5), **new}
+    tokenizer = load_tokenizer(str(byte_level_file(path, FIM, pre="qwen2", **given, fim_sep_token_id=first + 3)))
+    assert tokenizer.fim.prompt([97], [98]) == [first, 97, first + 1, 98, first + 2]
+    assert tokenizer.fim.end_ids == {*range(first, first + 4), tokenizer.token_to_id("<|endoftext|>")}
+    assert [token for token in range(first, first + 4) if token in tokenizer.special_ids] == [first + 2, first + 3]
+
+
+@pytest.mark.parametrize("beyond", [99_999, None])
+def test_a_file_that_lacks_a_token_for_fill_in_the_middle(tmp_path, beyond):
+    more = {} if beyond is None else {"fim_mid_token_id": beyond}
+    path = byte_level_file(tmp_path / "x.gguf", pre="qwen2", fim_pre_token_id=5, fim_suf_token_id=6, **more)
+    assert load_tokenizer(str(path)).fim is None
+
+
+def test_a_file_with_a_family_of_tokens_for_fill_in_the_middle_need_not_name_them(tmp_path):
+    names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
+    path = byte_level_file(tmp_path / "x.gguf", [(name, CONTROL) for name in names], pre="qwen2")
+    tokenizer = load_tokenizer(str(path))
+    first = tokenizer.token_to_id("<|fim_prefix|>")
+    assert tokenizer.fim.mark_ids == [first, first + 1, first + 2]
+    assert first + 3 in tokenizer.fim.end_ids
