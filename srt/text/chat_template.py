@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -17,6 +18,7 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidRequest
@@ -31,6 +33,10 @@ from .tool_messages import (
     without_tools,
 )
 
+MAX_STEPS = 1_000_000
+"""Most bodies of loops and macros in one rendering, which take seconds. Templates run a few for each message."""
+_COUNT_STEP = "count step"
+"""No template can use a name with a space."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _END_MARK = "\ue0f0end of the final message\ue0f1 "
 
@@ -46,18 +52,52 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
+class _TooManySteps(Exception):
+    """A template has run more than MAX_STEPS bodies of loops and macros."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The environment of one template. It counts the bodies of loops and macros that a rendering runs.
+
+    Without a limit, a template that never ends would hold the process: Python cannot end a thread. The sandbox limits
+    only `range`, and not loops in loops or a macro that calls itself twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        # A filter, because the sandbox makes calls slow. It has the context, so it is not computed in advance.
+        self.filters[_COUNT_STEP] = self._count_step
+        self._steps = threading.local()
+
+    def begin(self) -> None:
+        """Starts a rendering in this thread."""
+        self._steps.number = 0
+
+    @jinja2.pass_context
+    def _count_step(self, context: Context, value: None) -> None:
+        self._steps.number += 1
+        if self._steps.number > MAX_STEPS:
+            raise _TooManySteps
+
+    def counting(self, template: nodes.Template) -> nodes.Template:
+        """The template, in which each body of a loop or a macro counts a step when it begins."""
+        for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
+            step = nodes.Filter(nodes.Const(None), _COUNT_STEP, [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(step).set_lineno(node.lineno).set_environment(self))
+        return template
+
+
 class ChatTemplate:
     """A compiled template. Raises ValueError if `source` is not a valid Jinja template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        self._environment = environment = _Environment()
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(environment.counting(environment.parse(source)))
             variables = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
@@ -123,12 +163,17 @@ class ChatTemplate:
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
     def _rendered(self, chat: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        self._environment.begin()
         variables = {"documents": None, **self._special_tokens, **variables, "messages": chat}
         try:
             return self._template.render(variables)
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error.message}", param="messages"
+            ) from error
+        except _TooManySteps as error:
+            raise InvalidRequest(
+                f"the chat template takes more than {MAX_STEPS:,} steps to render these messages", param="messages"
             ) from error
         except Exception as error:  # a template can raise any error on unexpected data
             # Its text could show a value of this process, such as an address. Its type is enough to find the mistake.

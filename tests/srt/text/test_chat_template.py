@@ -6,6 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tercet.srt.errors import InvalidRequest
+from tercet.srt.text import chat_template
 from tercet.srt.text.chat_template import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -211,3 +212,33 @@ def test_an_error_of_python_is_not_shown_to_the_client():
     with pytest.raises(InvalidRequest) as caught:
         template.render([{"role": "user", "content": "a"}])
     assert str(caught.value) == "the chat template cannot render these messages (TypeError)"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
+        "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+        "{% macro deep(n) %}{% if n %}{% call m() %}{{ deep(n - 1) }}{% endcall %}{% endif %}{% endmacro %}"
+        "{{ deep(60) }}",
+        "{% for m in [1, 1] recursive %}{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
+    ],
+    ids=["loops", "macro", "call", "recursive loop"],
+)
+def test_a_template_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 5_000)
+    template = ChatTemplate("{{ messages[0].content }}{% if messages[0].content == 'x' %}" + source + "{% endif %}", {})
+    with pytest.raises(InvalidRequest, match="takes more than 5,000 steps") as raised:
+        template.render([{"role": "user", "content": "x"}])
+    assert raised.value.param == "messages"
+    assert template.render([{"role": "user", "content": "y"}]) == "y"
+
+
+def test_each_rendering_has_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 5_000)
+    template = ChatTemplate("{% for a in range(messages[0].content | int) %}.{% endfor %}", {})
+    for _ in range(2):
+        assert template.render([{"role": "user", "content": "5000"}]) == "." * 5000
+    with pytest.raises(InvalidRequest, match="steps"):
+        template.render([{"role": "user", "content": "5001"}])
