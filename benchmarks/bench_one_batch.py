@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns the exit code: 1 when a requested measurement failed."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if not args.prefill_len and not (args.batch_size and args.context_len):
+        parser.error(
+            "nothing to measure: --prefill-len must name a number, or --batch-size and --context-len both must"
+        )
     server_args = engine_args(parser, args)
     name = model_name(server_args.model_path)
     try:

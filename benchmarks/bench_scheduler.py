@@ -33,7 +33,7 @@ from ..srt.server_args import ServerArgs
 from ..srt.settings.checks import RETENTION_SETTINGS
 from .argument_types import names
 from .results import Result, finish
-from .simulator.arguments import check_drafts, engine_of, parse, replayed_args, traffic_of
+from .simulator.arguments import check_drafts, check_prompts_fit, engine_of, parse, replayed_args, traffic_of
 from .simulator.comparison import compare
 from .simulator.cost import DeviceProfile, save_profile
 from .simulator.peer_planners import PLANNERS, TERCET
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case = _replayed(options, result)
         else:
             server_args, config = engine_of(parser, options, options.profile)
+            check_prompts_fit(options, server_args)
             case = Case(server_args, config, options.profile, lambda: traffic_of(options, config.vocab_size))
         check_drafts(case.server_args, case.profile, is_replay=options.replay is not None)
         runs = _runs(case, options)
@@ -106,10 +107,12 @@ def _replayed(options: argparse.Namespace, result: Result) -> Case:
 
 
 def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
-    policies: list[Any] = names("--policies", options.policies or case.server_args.schedule_policy, POLICIES)
+    policies: list[Any] = names("--policies", _given(options.policies, case.server_args.schedule_policy), POLICIES)
     planners = names("--planners", options.planners, PLANNERS)
     default_eviction = case.server_args.radix_eviction_policy
-    evictions: list[Any] = names("--eviction-policies", options.eviction_policies or default_eviction, EVICT_POLICIES)
+    evictions: list[Any] = names(
+        "--eviction-policies", _given(options.eviction_policies, default_eviction), EVICT_POLICIES
+    )
     slos_s = {name: limit_ms / 1000 for name, limit_ms in options.goodput.items()}
     runs = {}
     for policy, planner, eviction in itertools.product(policies, planners, evictions):
@@ -128,6 +131,10 @@ def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
         parts = policy, planner if planner != TERCET else "", eviction if options.eviction_policies else ""
         runs[", ".join(filter(None, parts))] = Run.of(simulation)
     return runs
+
+
+def _given(names: str | None, default: str) -> str:
+    return default if names is None else names
 
 
 def _with_policies(args: ServerArgs, policy: Any, eviction: Any) -> ServerArgs:

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not hasattr(args, "speculative_algorithm"):
         args.speculative_algorithm = "NGRAM"
+    if not args.batch_size:
+        parser.error("--batch-size must name a number")
     server_args = engine_args(parser, args)
     try:
         passages = read_passages(server_args.model_path, args, args.rounds * max(args.batch_size))

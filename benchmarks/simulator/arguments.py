@@ -263,6 +263,19 @@ def check_drafts(server_args: ServerArgs, profile: DeviceProfile, *, is_replay: 
             raise ValueError(f"{name} needs the cost model of a CPU, got {profile.name}")
 
 
+def check_prompts_fit(options: argparse.Namespace, server_args: ServerArgs) -> None:
+    """Raises ValueError for prompts that the context can never hold. Each of them would be made, only to be refused."""
+    most = server_args.context_length
+    assert most is not None
+    lens = {name: getattr(options, name).high for name in ("input_len", "document_len", "tool_len")}
+    lens["tree_level_len"] = options.tree_levels * options.tree_level_len
+    for name, longest in lens.items():
+        if options.traffic in _TRAFFIC_FLAGS[name][0] and longest >= most:
+            raise ValueError(
+                f"{flag_name(name)} must give prompts below the context of {most} tokens, got {longest} tokens"
+            )
+
+
 def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
     """The traffic from its beginning. The same options give the same traffic."""
     return Traffic(

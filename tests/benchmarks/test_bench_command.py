@@ -56,6 +56,18 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["one-batch", "--batch-size", "a"], "--batch-size: must be N or A,B,... with numbers of at least 1, got 'a'"),
         (["linears", "--batch-size", "1,0"], "with numbers of at least 1, got '1,0'"),
         (["linears", "--batch-size", ""], "--batch-size must name a number"),
+        (["speculation", "--batch-size", ""], "--batch-size must name a number"),
+        (["one-batch", "--batch-size", "", "--prefill-len", ""], "nothing to measure: --prefill-len must name"),
+        (["one-batch", "--context-len", "", "--prefill-len", ""], "nothing to measure: --prefill-len must name"),
+        (["scheduler", "--policies", ""], "--policies: '' is none of"),
+        (["scheduler", "--eviction-policies", ""], "--eviction-policies: '' is none of"),
+        (["scheduler", "--planners", ""], "--planners: '' is none of"),
+        (["scheduler", "--input-len", "99999999"], "--input-len must give prompts below the context"),
+        (
+            ["scheduler", "--traffic", "agents", "--tool-len", "1-8192"],
+            "--tool-len must give prompts below the context",
+        ),
+        (["scheduler", "--traffic", "prefix-tree", "--tree-level-len", "4096"], "of 8192 tokens, got 8192 tokens"),
         (["kernels", "--only", "decode,x"], "--only: 'x' is none of decode, extend, small, linear"),
         (["kernels", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (

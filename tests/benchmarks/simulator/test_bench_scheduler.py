@@ -222,9 +222,9 @@ def test_the_tenants_of_a_recording_are_compared(tmp_path: Path, capsys: pytest.
 
 
 def test_requests_that_are_all_refused_are_a_failure_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--num-requests", "3", "--policies", "lpm,fcfs", "--input-len", "9000"]
+    argv = ["--num-requests", "3", "--policies", "lpm,fcfs", "--input-len", "5000", "--max-total-tokens", "4096"]
     assert bench_scheduler.main(argv) == 1
     out = capsys.readouterr().out
     for policy in ("lpm", "fcfs"):
         assert f"\n{policy}: 3 refused, the first one with: " in out
-    assert out.count("maximum context length is 8192 tokens") == 2
+    assert out.count("maximum context length is 4096 tokens") == 2
