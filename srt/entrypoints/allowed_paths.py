@@ -1,4 +1,5 @@
-"""Paths that clients name. Only paths in folders that the operator has allowed are used."""
+"""Paths that clients name, and those of the operator. Clients may name only paths in folders that the operator has
+allowed."""
 
 from __future__ import annotations
 
@@ -18,6 +19,21 @@ def check_folders(args: ServerArgs) -> None:
     for flag, folder in (("--update-weights-dir", args.update_weights_dir), ("--lora-dir", args.lora_dir)):
         if folder is not None and not os.path.isdir(folder):
             raise ValueError(f"{flag} must be a folder that exists, got {folder}")
+
+
+def check_recording(args: ServerArgs) -> None:
+    """Raises ValueError if --record-schedule names no file that can be written. The scheduler makes it only after it
+    has loaded the model, which may take minutes."""
+    if args.record_schedule is None:
+        return
+    path = Path(args.record_schedule)
+    is_file = path.is_file() or not path.exists()
+    # A file that exists is renamed, and the folder gets a lock file, too.
+    if not is_file or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            "--record-schedule must name a file in a folder that exists and can be written, "
+            f"got {args.record_schedule!r}"
+        )
 
 
 def path_inside(folder: str, given: str, *, param: str, flag: str) -> Path:

@@ -30,6 +30,7 @@ from ..model_files.lora_limits import with_lora_limits
 from ..server_args import ServerArgs
 from ..step_journal import Journal, read_journal
 from ..text.tokenizer import tokenizer_of
+from .allowed_paths import check_recording
 from .engine_life import EngineLife
 from .forks import ForkServerDied
 from .grammar_process import GrammarProcess
@@ -93,6 +94,7 @@ class EngineCore:
         Raises ValueError or OSError for a mistake of the user (the message says what to change), EngineDead when a
         process fails. `child_module`: the module that a child process runs; tests replace it.
         """
+        check_recording(server_args)
         model_config = load_model_config(server_args.model_path, server_args.load_format)
         # Before the children start, so that all processes have the same seed and the same tables of adapters.
         server_args = with_lora_limits(server_args).with_seed()

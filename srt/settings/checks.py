@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ..kv_events import read_config
+from ..model_files.lora_config import MAX_RANK
 from ..origins import parse_origins
 from ..plain_values import is_utf8
 from ..tenant_weights import parse_weights
@@ -107,6 +108,8 @@ def _check_lora(args: ServerArgs) -> None:
     for name in ("lora_dir", "max_loras", "max_lora_rank"):
         if not args.enable_lora and getattr(args, name) is not None:
             raise ValueError(f"{flag_name(name)} needs --enable-lora or --lora-paths")
+    if args.max_lora_rank is not None and args.max_lora_rank > MAX_RANK:
+        raise ValueError(f"--max-lora-rank must be at most {MAX_RANK}, got {args.max_lora_rank}")
     names = args.adapter_paths.keys()
     if args.max_loras is not None and len(names) > args.max_loras:
         raise ValueError(f"--max-loras must be at least {len(names)} for the adapters of --lora-paths")
@@ -124,6 +127,8 @@ def check_api_key(key: str) -> None:
 def _check_http(args: ServerArgs) -> None:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be in [0, 65535], got {args.port}")
+    if args.host.startswith("["):
+        raise ValueError(f"--host must be an address without brackets, such as ::1, got {args.host!r}")
     if args.api_key is not None:
         if not args.api_keys or not all(args.api_keys):
             raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")

@@ -53,6 +53,8 @@ from tercet.srt.server_args import ServerArgs
         ({"enable_lora": True, "lora_dir": ""}, "--lora-dir must not be empty"),
         ({"enable_lora": True, "max_loras": 0}, "--max-loras must be at least 1, got 0"),
         ({"enable_lora": True, "max_lora_rank": 0}, "--max-lora-rank must be at least 1, got 0"),
+        ({"enable_lora": True, "max_lora_rank": 4097}, "--max-lora-rank must be at most 4096, got 4097"),
+        ({"host": "[::1]"}, "--host must be an address without brackets, such as ::1, got '[::1]'"),
         ({"prot": 30000}, "unknown setting prot; did you mean port?"),
         ({"zzz": 1}, "unknown setting zzz; docs/server_args.md lists all"),
         ({"kv_events_config": '{"publisher": "kafka"}'}, '"publisher" is "zmq" or "null"'),

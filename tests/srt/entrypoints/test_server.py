@@ -210,6 +210,16 @@ def test_a_model_that_is_not_there_or_not_supported_is_one_clear_line(run_dirs: 
     _assert_nothing_left(run_dirs, [])
 
 
+def test_a_recording_that_cannot_be_written_is_one_clear_line(run_dirs: Path) -> None:
+    for path in (run_dirs, run_dirs / "none" / "x.schedule"):
+        flags = ["--model-path", "/nowhere", "--port", "0", "--record-schedule", str(path)]
+        with ServerProcess(run_dirs, flags) as server:
+            assert server.exit_code() == 1
+        message = f"--record-schedule must name a file in a folder that exists and can be written, got '{path}'"
+        assert message in server.log
+    _assert_nothing_left(run_dirs, [])
+
+
 def test_a_port_in_use_is_one_clear_line_before_any_model(run_dirs: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
