@@ -115,6 +115,7 @@ class ForkLink:
         except BaseException as error:
             os.close(stdin)
             os.close(ready_fd)
+            self._close_answer()
             if isinstance(error, TimeoutError):
                 raise OSError("the fork server does not answer") from None
             if isinstance(error, BrokenPipeError):
@@ -127,6 +128,12 @@ class ForkLink:
         process = ForkedProcess(forked.pid, pidfd, io.FileIO(stdin, "w"), lambda: self._socket.fileno() < 0)
         self._forked[forked.pid] = process
         return process, ready_fd
+
+    def _close_answer(self) -> None:
+        """Closes the pidfd of an answer that came just before the task was cancelled, so that nobody has taken it."""
+        answer = self._answer
+        if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
+            os.close(answer.result()[1])
 
     def close(self) -> None:
         """Ends the fork server. Its processes go on."""

@@ -10,6 +10,8 @@ of the engine. End of file on a pipe tells each side that the other process has 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import struct
 
@@ -22,6 +24,8 @@ STOP = b"\0"
 """The byte that the parent writes to make the child stop."""
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 24
+_PIPE_BYTES = 1 << 16
+"""Room in a pipe, unless it is asked for more."""
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
@@ -42,10 +46,31 @@ class LaunchSpec(msgspec.Struct, frozen=True):
 
 def write_frame(fd: int, message: LaunchSpec | ToParent) -> None:
     """Writes one frame. Raises BrokenPipeError when the other process is gone."""
+    _write_all(fd, _frame(message))
+
+
+def _frame(message: LaunchSpec | ToParent) -> bytes:
     payload = msgspec.msgpack.encode(message)
-    data = memoryview(_LENGTH.pack(len(payload)) + payload)
-    while data:
-        data = data[os.write(fd, data) :]
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def write_spec(fd: int, spec: LaunchSpec) -> None:
+    """Writes the launch spec to a child's stdin without waiting for the child, which may still import its modules.
+
+    The pipe gets room for the spec, which Linux allows by default up to 1 MiB. Only a longer spec waits. Raises
+    BrokenPipeError as `write_frame` does.
+    """
+    data = _frame(spec)
+    if len(data) > _PIPE_BYTES:
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or it allows no pipe of this size
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, len(data))
+    _write_all(fd, data)
 
 
 def read_spec(fd: int) -> LaunchSpec:

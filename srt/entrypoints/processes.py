@@ -28,7 +28,7 @@ from ..machine.cores import usable_cores
 from ..server_args import ServerArgs
 from ..start_reports import Loaded, Ready, StartFailed
 from .forks import UNKNOWN_EXIT, ForkedProcess, ForkLink
-from .handshake import STOP, LaunchSpec, ReportReader, write_frame
+from .handshake import STOP, LaunchSpec, ReportReader, write_spec
 
 Role = Literal["scheduler", "detokenizer", "grammar", "http_worker"]
 Report = Ready | Loaded
@@ -132,7 +132,7 @@ class ChildProcess:
         self.launched_with = server_args
         with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
             spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, run_dir.work_dir, *self._inherited)
-            write_frame(self._process.stdin.fileno(), spec)
+            write_spec(self._process.stdin.fileno(), spec)
         return self
 
     async def fork(self, server_args: ServerArgs, run_dir: RunDir) -> ChildProcess:
