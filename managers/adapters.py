@@ -86,10 +86,10 @@ class Adapters:
         try:
             return AdapterReply(call_id, self._load(name, message.path))
         except (ValueError, OSError) as error:
-            logger.warning("The adapter in %s was refused: %s", message.path, _reason(error))
+            logger.warning("The adapter in %r was refused: %s", message.path, _reason(error))
             return AdapterReply(call_id, refusal=_reason(error))
         except Exception:
-            logger.exception("The adapter in %s could not be loaded", message.path)
+            logger.exception("The adapter in %r could not be loaded", message.path)
             return AdapterReply(call_id, failure="the adapter could not be loaded")
 
     def _load(self, name: str, path: str) -> AdapterFacts:
@@ -99,7 +99,7 @@ class Adapters:
             raise ValueError(f"--max-loras {self.max_loras} adapters are loaded; unload one first")
         fingerprint = self._runner.load_adapter(slot, path)
         facts = self._loaded[slot] = AdapterFacts(name, path, fingerprint, next(self._numbers))
-        logger.info("Loaded the adapter %s from %s", name, path)
+        logger.info("Loaded the adapter %s from %r", name, path)
         return facts
 
     def unload(self, message: UnloadAdapterReq) -> None:

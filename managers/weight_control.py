@@ -184,4 +184,4 @@ class WeightControl:
                 # A stream of another server came while the weights were loaded.
                 generation.fail(StreamChanged("the weights were updated before the stream could continue"))
             generation.weight_version = version  # these weights compute its tokens from now on
-        logger.info("The engine uses the weights in %s, version %s", model_path, version)
+        logger.info("The engine uses the weights in %r, version %s", model_path, version)

@@ -61,15 +61,15 @@ class WeightUpdates:
             loaded = self._load(message)
         except (ValueError, OSError) as error:
             reason = reason_of(error)
-            logger.warning("The weights in %s were refused: %s", message.model_path, reason)
+            logger.warning("The weights in %r were refused: %s", message.model_path, reason)
             return UpdateWeightsReply(message.call_id, refusal=reason)
         except Exception:
-            logger.exception("The weights in %s could not be loaded", message.model_path)
+            logger.exception("The weights in %r could not be loaded", message.model_path)
             return UpdateWeightsReply(message.call_id, failure="the new weights could not be loaded")
         self._kv.flush()
         if self._kv.tiers is not None:
             self._kv.tiers.change_identity(loaded.identity)
         for req in self._queues.live():
             req.on_new_weights()
-        logger.info("Loaded the weights in %s, version %s", message.model_path, message.weight_version)
+        logger.info("Loaded the weights in %r, version %s", message.model_path, message.weight_version)
         return UpdateWeightsReply(message.call_id, len(self._queues), facts=loaded.facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,25 @@ def test_loads_and_unloads_that_are_refused(caplog: pytest.LogCaptureFixture) ->
     rig.turn()
     assert take_reply(rig).refusal == "the adapter 'a' is being unloaded already"
     assert load(rig, "a", 3).refusal == "the adapter 'a' is loaded already; unload it first"
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no adapter"), MemoryError("too large")], ids=str)
+def test_a_path_of_a_client_forges_no_line_of_the_log(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = loaded_rig(max_loras=3)
+
+    def load_or_fail(slot: int, path: str) -> str:
+        if error is not None:
+            raise error
+        return fingerprint_of(3)
+
+    monkeypatch.setattr(rig.runner, "load_adapter", load_or_fail)
+    rig.inbox.messages.append(LoadAdapterReq(3, "c", "/adapters/a\n[00:00:00 http] ERROR forged"))
+    with caplog.at_level(logging.INFO, "tercet.managers.adapters"):
+        rig.turn()
+    (message,) = [one for one in caplog.messages if "forged" in one]
+    assert "\n" not in message
 
 
 def test_any_reason_fits_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

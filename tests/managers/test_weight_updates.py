@@ -37,8 +37,8 @@ class Loader:
         return LoadedWeights(message.weight_version.encode(), FACTS)
 
 
-def update(rig: Rig, version: str = "2") -> UpdateWeightsReply:
-    rig.inbox.messages.append(UpdateWeightsReq(9, f"/w/{version}", "auto", version))
+def update(rig: Rig, version: str = "2", path: str | None = None) -> UpdateWeightsReply:
+    rig.inbox.messages.append(UpdateWeightsReq(9, path or f"/w/{version}", "auto", version))
     rig.turn()
     (reply,) = [one for one in rig.tokenizer.messages if isinstance(one, UpdateWeightsReply)]
     rig.tokenizer.messages.clear()
@@ -158,6 +158,20 @@ def test_a_failure_keeps_weights_and_cache(error: Exception, is_refused: bool) -
     assert (reply.refusal == as_utf8(str(error))) == is_refused and (reply.failure is None) == is_refused
     assert "x" not in (reply.failure or "").split()
     assert rig.kv.cache.match_len(np.array(PROMPT, np.int32)) == 41
+
+
+@pytest.mark.parametrize("error", [None, ValueError("the tensor has shape 3"), MemoryError("x")], ids=str)
+def test_a_path_of_a_client_forges_no_line_of_the_log(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = Loader()
+    loader.error = error
+    rig = Rig(load_weights=loader)
+    pause(rig)
+    with caplog.at_level(logging.INFO, "tercet.managers.weight_updates"):
+        update(rig, path="/w/a\n[00:00:00 http] ERROR forged")
+    (message,) = [one for one in caplog.messages if "forged" in one]
+    assert "\n" not in message
 
 
 def test_an_engine_without_a_loader_refuses() -> None:
