@@ -348,7 +348,7 @@ def _parse(content: bytes) -> CpuTuning:
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f'the file must be JSON with "chosen": {{{", ".join(CpuTuning._fields)}}}') from None
     if not all(type(value) is int and 0 < value <= _MAX_SIZE for value in tuning[:2]):
-        raise ValueError(f"block_kib and chunk must be whole numbers from 1 to {_MAX_SIZE}")
+        raise ValueError(f"block_kib and chunk must be whole numbers from 1 to {_MAX_SIZE}, got {tuning[:2]}")
     if tuning.prefetch not in ("l1", "l2"):
         raise ValueError(f"prefetch must be l1 or l2, got {tuning.prefetch!r}")
     if tuning.bfloat16 not in ("native", "widened"):

@@ -133,5 +133,5 @@ def _host_and_port(address: str) -> tuple[str, int | None]:
         return rest, None
     host, _, port = rest.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"--kv-events-config: {address!r} must be tcp://HOST:PORT")
+        raise ValueError(f"--kv-events-config: an endpoint must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
     return host, int(port)

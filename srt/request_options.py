@@ -72,16 +72,16 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Special tokens that the text has even with `skip_special_tokens`: the marks of tool calls and reasoning."""
 
     def __post_init__(self) -> None:
-        if len(self.cache_salt) > MAX_SALT_CHARS:
-            raise InvalidRequest(f"cache_salt must have at most {MAX_SALT_CHARS} characters", param="cache_salt")
+        for name, most in (("cache_salt", MAX_SALT_CHARS), ("session_id", MAX_SESSION_CHARS)):
+            length = len(getattr(self, name))
+            if length > most:
+                raise InvalidRequest(f"{name} must have at most {most} characters, got {length}", param=name)
         if not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest(f"priority must be in [-2**31, 2**31), got {self.priority}", param="priority")
         for name in ("waiting_timeout", "running_timeout"):
             limit_s = getattr(self, name)
             if limit_s is not None and not limit_s > 0:
                 raise InvalidRequest(f"{name} must be a positive number of seconds, got {limit_s:g}", param=name)
-        if len(self.session_id) > MAX_SESSION_CHARS:
-            raise InvalidRequest(f"session_id must have at most {MAX_SESSION_CHARS} characters", param="session_id")
         seconds = self.retention_seconds
         if seconds is not None and not 0 <= seconds <= MAX_RETENTION_S:
             raise InvalidRequest(

@@ -18,7 +18,7 @@ from ..errors import InvalidRequest, NotAllowed
 from ..profile_messages import StartProfileReq
 from .allowed_paths import path_inside
 from .routing import Server, json_response
-from .wire import BodyCodec, Wire, doc, only
+from .wire import BodyCodec, Wire, doc, only, shown
 
 MAX_STEPS = 500
 """Steps of a profile. The scheduler keeps all events of a profile in memory, and writes them between two steps."""
@@ -91,7 +91,7 @@ async def begin_profile(manager: TokenizerManager, folder: Path, body: StartProf
     if prefix is not None and not _PREFIX.fullmatch(prefix):
         raise InvalidRequest(
             "profile_prefix must have 1 to 64 letters, digits, dots, dashes or underscores, and must not begin with a "
-            "dot",
+            f"dot, got {shown(prefix)}",
             param="profile_prefix",
         )
     name = f"{time.time_ns() // 1_000_000}.trace.json.gz"

@@ -112,7 +112,9 @@ def _check_lora(args: ServerArgs) -> None:
         raise ValueError(f"--max-lora-rank must be at most {MAX_RANK}, got {args.max_lora_rank}")
     names = args.adapter_paths.keys()
     if args.max_loras is not None and len(names) > args.max_loras:
-        raise ValueError(f"--max-loras must be at least {len(names)} for the adapters of --lora-paths")
+        raise ValueError(
+            f"--max-loras must be at least {len(names)} for the adapters of --lora-paths, got {args.max_loras}"
+        )
     for name in names:
         if args.is_model(name):
             raise ValueError(f"--lora-paths: {name!r} is a name of the model; an adapter needs another one")

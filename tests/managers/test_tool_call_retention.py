@@ -112,7 +112,7 @@ def test_the_settings_decide(settings: dict[str, Any], seconds: float) -> None:
         ({}, {"retention_seconds": 1e9}, "retention_seconds must be in [0, 86400], got 1e+09"),
         ({}, {"retention_seconds": 3601}, "retention_seconds must be at most 3600 (--max-retention-s), got 3601"),
         ({"max_retention_s": 9}, {"retention_seconds": 10}, "retention_seconds must be at most 9 (--max-retention-s)"),
-        ({}, {"session_id": "s" * 257}, "session_id must have at most 256 characters"),
+        ({}, {"session_id": "s" * 257}, "session_id must have at most 256 characters, got 257"),
         ({"radix_eviction_policy": "lru"}, {"retention_seconds": 1}, "retention_seconds needs a server with a prefix"),
         ({"radix_eviction_policy": "lfu"}, {"session_id": "s"}, "session_id needs a server with a prefix cache and"),
         ({"disable_radix_cache": True}, {"retention_seconds": 0}, "retention_seconds needs a server with a prefix"),

@@ -46,7 +46,7 @@ from tercet.srt.server_args import ServerArgs
         ({"lora_paths": [1]}, "--lora-paths must be list of str or null, got [1]"),
         ({"lora_paths": ["a=1", "a=2"]}, "--lora-paths names 'a' twice"),
         ({"lora_paths": ["A=1"]}, "--lora-paths: 'A' is a name of the model; an adapter needs another one"),
-        ({"lora_paths": ["a=1", "b=2"], "max_loras": 1}, "--max-loras must be at least 2 for the adapters of"),
+        ({"lora_paths": ["a=1", "b=2"], "max_loras": 1}, "at least 2 for the adapters of --lora-paths, got 1"),
         ({"max_loras": 2}, "--max-loras needs --enable-lora or --lora-paths"),
         ({"max_lora_rank": 2}, "--max-lora-rank needs --enable-lora or --lora-paths"),
         ({"lora_dir": "x"}, "--lora-dir needs --enable-lora or --lora-paths"),

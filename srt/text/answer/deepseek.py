@@ -5,18 +5,15 @@ V3 writes a call as a type, a name and a block of JSON; V3.1 as a name and JSON.
 
 from __future__ import annotations
 
-import re
-
 from .answer_text import AnswerText, Reading
 from .json_reader import read_arguments
-from .tools import Functions
+from .tools import NAME, Functions
 
 START = "<｜tool▁calls▁begin｜>"
 END = "<｜tool▁calls▁end｜>"
 CALL_START = "<｜tool▁call▁begin｜>"
 CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
-_NAME = re.compile(r"[\w.\-]+")
 
 
 def read_deepseek(answer: AnswerText, functions: Functions) -> Reading[None]:
@@ -39,12 +36,12 @@ def read_deepseek(answer: AnswerText, functions: Functions) -> Reading[None]:
 
 
 def _read_call(answer: AnswerText, functions: Functions) -> Reading[bool]:
-    name = yield from answer.word(_NAME)
+    name = yield from answer.word(NAME)
     if not (yield from answer.accept(SEPARATOR)):
         return False
     yield from answer.skip_space()
     if (yield from answer.peek()) != "{":  # what came was the type
-        name = yield from answer.word(_NAME)
+        name = yield from answer.word(NAME)
         yield from answer.skip_space()
         yield from answer.accept("```json")
     if name not in functions or not (yield from read_arguments(answer, name)):

@@ -9,13 +9,12 @@ import re
 
 from .answer_text import AnswerText, Reading, marks_of
 from .json_reader import json_string
-from .tools import Functions
+from .tools import NAME, Functions
 
 ENDS = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
 """The mark at the end of a call for each mark at its start."""
 STARTS = tuple(ENDS)
 QUOTES = ("<escape>", '<|"|>')
-_NAME = re.compile(r"[\w.\-]+")
 _KEY = re.compile(r"[^:{}\[\],<>]+")
 _SCALAR = re.compile(r"[^{}\[\],<]+")
 _IS_JSON = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -25,7 +24,7 @@ def read_gemma(answer: AnswerText, functions: Functions) -> Reading[None]:
     while mark := (yield from answer.content_until(*STARTS)):
         yield from answer.skip_space()
         yield from answer.accept("call:")
-        name = yield from answer.word(_NAME)
+        name = yield from answer.word(NAME)
         yield from answer.skip_space()
         if name not in functions or not (yield from answer.accept("{")):
             answer.give_back()

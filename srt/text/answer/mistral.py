@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from .answer_text import AnswerText, Reading
 from .json_reader import read_arguments, read_call
-from .tools import Functions
+from .tools import NAME, Functions
 
 START = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
-_NAME = re.compile(r"[\w.\-]+")
 
 
 def read_mistral(answer: AnswerText, functions: Functions) -> Reading[None]:
@@ -40,10 +37,10 @@ def _read_list(answer: AnswerText, functions: Functions) -> Reading[None]:
 
 
 def _read_named(answer: AnswerText, functions: Functions) -> Reading[bool]:
-    name = yield from answer.word(_NAME)
+    name = yield from answer.word(NAME)
     if name not in functions:
         return False
     if (yield from answer.accept(CALL_ID)):
-        yield from answer.word(_NAME)
+        yield from answer.word(NAME)
     yield from answer.accept(ARGS)
     return (yield from read_arguments(answer, name))

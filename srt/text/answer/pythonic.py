@@ -12,11 +12,10 @@ from collections.abc import Callable
 
 from .answer_text import AnswerText, Reading
 from .json_reader import json_string, without_surrogates
-from .tools import Functions
+from .tools import NAME, Functions
 
 START = "<|python_start|>"
 END = "<|python_end|>"
-_NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"""[^"'()\[\]{},]+""")
 _QUOTED = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
 _CLOSER = {"(": ")", "[": "]", "{": "}"}
@@ -53,7 +52,7 @@ def _read_list(answer: AnswerText, functions: Functions) -> Reading[None]:
 
 
 def _read_call(answer: AnswerText, functions: Functions) -> Reading[bool]:
-    name = yield from answer.word(_NAME)
+    name = yield from answer.word(NAME)
     if name not in functions or not (yield from answer.accept("(")):
         return False
     yield from answer.skip_space()
@@ -65,7 +64,7 @@ def _read_call(answer: AnswerText, functions: Functions) -> Reading[bool]:
                 answer.arguments("{")
             answer.arguments("}")
             return True
-        key = yield from answer.word(_NAME)
+        key = yield from answer.word(NAME)
         yield from answer.skip_space()
         if not key or not (yield from answer.accept("=")):
             return started

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+NAME = re.compile(r"[\w.\-]+")
+"""A run of characters of names: of functions, of calls and of arguments."""
 KINDS: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),
