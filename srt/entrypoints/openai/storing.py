@@ -49,8 +49,7 @@ class Storing:
                 raise UnsupportedField(f"store: true needs a server with {FLAG}", param="store")
             if previous is not None:
                 raise UnsupportedField(
-                    f"previous_response_id needs a server with {FLAG}; otherwise, send the whole conversation as "
-                    "input",
+                    f"previous_response_id needs a server with {FLAG}; otherwise, send the whole conversation as input",
                     param="previous_response_id",
                 )
         before = None if store is None or previous is None else _find(server, request, store, client, previous)

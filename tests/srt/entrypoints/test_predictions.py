@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_http import CONTEXT_LEN, Site
+from fake_http import CONTEXT_LEN, Site, byte_tokenizer
 
 from tercet.srt.io_struct import unpack_ids
 
@@ -60,6 +60,15 @@ def test_a_prediction_that_cannot_be_used_is_refused(drafting: Site, prediction:
     assert (answer.status_code, error["param"]) == (400, param)
     assert message in error["message"]
     assert not drafting.scheduler.received
+
+
+def test_a_token_that_the_model_does_not_have_is_no_draft(drafting: Site) -> None:
+    """A step computes every draft, so its token needs an embedding."""
+    drafting.manager.inputs.tokenizer = tokenizer = byte_tokenizer("<new>")
+    assert tokenizer.encode("<new>") == [drafting.manager.facts.vocab_size]
+    answer = drafting.post(PATH, {"messages": HI, "prediction": {"type": "content", "content": "a<new>"}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prediction")
+    assert "vocabulary" in answer.json()["error"]["message"]
 
 
 def test_a_prediction_needs_a_server_with_drafts(site: Site) -> None:
