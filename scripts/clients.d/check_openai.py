@@ -170,6 +170,35 @@ def test_response_parse(client: openai.OpenAI) -> None:
     assert isinstance(response.output_parsed, Person)
 
 
+def test_stored_responses(client: openai.OpenAI) -> None:
+    options: Any = {"model": MODEL, "max_output_tokens": 8, "temperature": 0}
+    first = client.responses.create(input="Hello!", instructions="Be brief.", **options)
+    assert client.responses.retrieve(first.id) == first
+    second = client.responses.create(input="Another one?", previous_response_id=first.id, **options)
+    sent: Any = [
+        {"role": "user", "content": "Hello!"},
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "Another one?"},
+    ]
+    whole = client.responses.create(input=sent, store=False, **options)
+    assert second.output_text == whole.output_text and second.usage.input_tokens == whole.usage.input_tokens
+    items = list(client.responses.input_items.list(second.id, limit=1, order="asc"))
+    assert [item.role for item in items] == ["user", "assistant", "user"] and items[1] == first.output[0]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with client.responses.stream(input="More", previous_response_id=second.id, **options) as stream:
+        last = stream.get_final_response()
+    stored = client.responses.retrieve(last.id)
+    assert (stored.previous_response_id, stored.output_text) == (second.id, last.output_text)
+
+
+def test_an_unknown_previous_response(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.responses.create(model=MODEL, input="Hello!", previous_response_id="resp_1")
+    assert unknown.value.code == "previous_response_not_found"
+
+
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=MODEL, messages=HI, temperature=-1)

@@ -117,3 +117,16 @@ def test_settings_of_a_reasoning_model_without_storage(model: Any) -> None:
     if isinstance(model, OpenAIResponsesModel):
         settings |= {"response_include": ["reasoning.encrypted_content"], "truncation": "disabled"}
     assert answer(agent_of(model, **settings), "Say hello.").final_output
+
+
+def test_a_conversation_that_the_server_stores() -> None:
+    set_tracing_disabled(True)
+    model = OpenAIResponsesModel(NAME, openai_client=openai.AsyncOpenAI(base_url=URL, api_key="-", max_retries=0))
+
+    async def talk() -> tuple[Any, Any]:
+        agent = agent_of(model)
+        first = await Runner.run(agent, "Say hello.")
+        return first, await Runner.run(agent, "Say it again.", previous_response_id=first.last_response_id)
+
+    first, second = (ran.context_wrapper.usage for ran in asyncio.run(talk()))
+    assert second.input_tokens > first.total_tokens

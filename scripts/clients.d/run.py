@@ -189,7 +189,7 @@ def server(log: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "tercet", "serve", str(MODEL_FOLDER), "--dtype", "float32", "--port", str(port)]
-    command += ["--served-model-name", MODEL, "--access-log", "--enable-metrics"]
+    command += ["--served-model-name", MODEL, "--access-log", "--enable-metrics", "--response-store-mib", "64"]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:

@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def feature_flags(folder: Path) -> list[str]:
     """Flags of what `--all-features` switches on. The limits are so high that no request exceeds them."""
     flags = ["--enable-metrics", "--resume-grace", "2", "--resume-file", str(folder / "streams")]
-    flags += ["--enable-hierarchical-cache", "--hicache-size", "0.005"]
+    flags += ["--response-store-mib", "1", "--enable-hierarchical-cache", "--hicache-size", "0.005"]
     flags += ["--hicache-storage-dir", str(folder / "kv"), "--hicache-storage-size", "0.05"]
     flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"ipc://{folder / 'events'}"})]
     flags += ["--max-concurrent-requests-per-key", "100000", "--requests-per-minute-per-key", "100000000"]
