@@ -92,12 +92,12 @@ class Tokenizer:
     def encode_literally(self, text: str, *, is_start: bool) -> list[int]:
         """Encode a text without special tokens: where the text spells one, it is encoded as other text is.
 
-        `is_start`: the text is the start of a document. Otherwise no space is added before it, as sentencepiece does.
-        Raises as `encode` does.
+        `is_start`: the text begins a document, so it gets the space that sentencepiece adds at a start. A text that
+        follows other text gets none. Raises as `encode` does.
         """
         pieces, start = [], 0
         while (mark := self._marks.search(text, start)) is not None:
-            # Cut after its first character, the text of a token has none of its tokens.
+            # The library finds a token only in one piece, so a cut after the first character hides it.
             pieces.append(text[start : mark.start() + 1])
             start = mark.start() + 1
         pieces.append(text[start:])
@@ -129,7 +129,8 @@ class Tokenizer:
 
         The model families with sentencepiece encode the suffix of a FIM prompt in this way.
         """
-        adds_space = self.backend.encode("a", add_special_tokens=False).tokens[0][:1] in ("\u2581", "\u0120")
+        first = self.backend.encode("a", add_special_tokens=False).tokens[:1]
+        adds_space = "".join(first)[:1] in ("\u2581", "\u0120")  # the space of sentencepiece, and of byte-level BPE
         return self.encode(_ANCHOR, add_special_tokens=False) if adds_space else []
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
