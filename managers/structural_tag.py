@@ -90,7 +90,7 @@ def _newer_form(given: dict[str, Any]) -> dict[str, Any]:
     tags = []
     for one in _list(given, "structures"):
         if not isinstance(one, dict) or one.keys() - {"begin", "schema", "end"}:
-            raise ValueError(f"a structure must be an object with begin, schema and end alone, got {one!r:.80}")
+            raise ValueError(f"a structure must be an object with no fields but begin, schema and end, got {one!r:.80}")
         content = {"type": "json_schema", "json_schema": one.get("schema", {})}
         tags.append({"type": "tag", "begin": one.get("begin"), "content": content, "end": one.get("end")})
     return {"type": "triggered_tags", "triggers": given.get("triggers"), "tags": tags}

@@ -26,6 +26,7 @@ class WantedTokens(NamedTuple):
 
 
 def wanted_tokens(step: StepInputs, choices: Choices) -> WantedTokens:
+    """The tokens that this extend step wants. `choices`: of its next tokens."""
     if not step.has_extras:
         return WantedTokens(choices.at)
     uses = [

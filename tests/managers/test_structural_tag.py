@@ -233,7 +233,7 @@ def test_a_special_token_in_a_tag_is_that_token() -> None:
         ({"type": "tags_with_separator", "tags": [NUMBER], "separator": ""}, "must have type tag"),
         ({"type": "json_schema", "json_schema": 1}, "a JSON schema must be an object"),
         ({"structures": [{"begin": "a"}], "triggers": [], "format": TEXT}, "exactly one of"),
-        ({"structures": [{"opening": "a"}], "triggers": []}, "begin, schema and end alone, got {'opening': 'a'}"),
+        ({"structures": [{"opening": "a"}], "triggers": []}, "but begin, schema and end, got {'opening': 'a'}"),
         ({"structures": 1, "triggers": []}, "structures must be a list"),
     ],
 )

@@ -242,6 +242,13 @@ def test_a_failure_in_a_stream(site: Site) -> None:
     assert site.idle()
 
 
+def test_a_failure_in_a_stream_names_the_field_of_this_api(site: Site) -> None:
+    problem = "response_format cannot be compiled"
+    site.scheduler.fail = (2, AbortFinish(problem, 400, "InvalidRequest", param="response_format"))
+    told = "output_config.format: output_config.format cannot be compiled"
+    assert site.stream(PATH, PLAIN)[-1]["error"] == {"type": "invalid_request_error", "message": told}
+
+
 def with_block(**fields: Any) -> dict[str, Any]:
     return {"messages": [turn("user", fields)]}
 
