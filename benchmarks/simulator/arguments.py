@@ -267,8 +267,12 @@ def check_prompts_fit(options: argparse.Namespace, server_args: ServerArgs) -> N
     """Raises ValueError for prompts that the context can never hold. Each of them would be made, only to be refused."""
     most = server_args.context_length
     assert most is not None
-    lens = {name: getattr(options, name).high for name in ("input_len", "document_len", "tool_len")}
-    lens["tree_level_len"] = options.tree_levels * options.tree_level_len
+    lens = {
+        "input_len": options.input_len.high,
+        "tool_len": options.tool_len.high,
+        "document_len": options.document_len.high if options.documents else 0,
+        "tree_level_len": options.tree_levels * options.tree_level_len,
+    }
     for name, longest in lens.items():
         if options.traffic in _TRAFFIC_FLAGS[name][0] and longest >= most:
             raise ValueError(

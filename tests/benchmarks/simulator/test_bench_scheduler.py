@@ -221,6 +221,10 @@ def test_the_tenants_of_a_recording_are_compared(tmp_path: Path, capsys: pytest.
     assert set(run["tenant_hit_rates"]) == {"alice", "bob"} and 0.5 < run["jain_fairness"] <= 1
 
 
+def test_the_length_of_documents_that_are_not_sent_may_exceed_the_context(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "--num-requests", "1", "--traffic", "agents", "--turns", "1", "--context-length", "4096")
+
+
 def test_requests_that_are_all_refused_are_a_failure_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--num-requests", "3", "--policies", "lpm,fcfs", "--input-len", "5000", "--max-total-tokens", "4096"]
     assert bench_scheduler.main(argv) == 1
