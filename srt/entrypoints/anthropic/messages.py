@@ -199,7 +199,7 @@ class _MessagesFormat(PlannedFormat):
 
 
 def _kind_of(error: TercetError) -> str:
-    """The kind of an error, as this API calls it."""
+    """The kind of an error in a stream, as this API calls it. Rate limits are checked before a stream begins."""
     if error.status >= 500:
         return "overloaded_error" if error.status == 503 else "api_error"
-    return "rate_limit_error" if error.status == 429 else error.err_type
+    return error.err_type
