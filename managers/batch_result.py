@@ -64,10 +64,7 @@ class ResultProcessor:
             if req.finish is not None or req.pending_abort is not None:
                 continue
             if req.grammar is None:
-                try:
-                    finish = req.accept(tokens)
-                except Exception as error:
-                    finish = _failure_of(req, error)
+                finish = self._accept(req, tokens)
             else:
                 finish = self._accept_constrained(req, int(batch.sampled_lens[place]), tokens)
             if num_drafts is not None and num_drafts[place]:

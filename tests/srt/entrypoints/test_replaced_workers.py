@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-import zmq
 from fake_http import FakeScheduler, make_manager
 
 from tercet.managers.tokenizer_manager import TokenizerManager
@@ -169,7 +168,7 @@ def test_a_worker_that_cannot_be_started_for_a_moment_is_started_then(
     """There are too many open files when the process or the links to it are made."""
 
     def no_worker(*_: object) -> None:
-        raise zmq.ZMQError(24)
+        raise OSError(24, "Too many open files")
 
     async def work(rig: Rig) -> None:
         if failure == "process":
