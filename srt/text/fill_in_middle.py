@@ -23,7 +23,7 @@ class _Family(NamedTuple):
 
 
 _FAMILIES = (
-    _Family("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, OLMo, Phi-4
+    _Family("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen
     _Family("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # Granite, StarCoder
     _Family("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
     _Family("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
