@@ -97,8 +97,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._environment = environment = _Environment()
         try:
-            self._template = environment.from_string(environment.counting(environment.parse(source)))
-            variables = meta.find_undeclared_variables(environment.parse(source))
+            parsed = environment.parse(source)
+            variables = meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(environment.counting(parsed))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
         except (RecursionError, SyntaxError) as error:  # of Jinja, or of the Python code that it makes
