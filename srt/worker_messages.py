@@ -44,6 +44,19 @@ class EndpointCall(msgspec.Struct, frozen=True, tag="endpoint"):
     body: bytes
 
 
+class LimitCall(msgspec.Struct, frozen=True, tag="limit"):
+    """Take one request from the limits of a client (key_limits.py). The answer is a LimitReply."""
+
+    call_id: int
+    client: str
+
+
+class LimitRelease(msgspec.Struct, frozen=True, tag="limit_release"):
+    """The request of the LimitCall with this number has ended, or the worker has not waited for the reply."""
+
+    call_id: int
+
+
 class AbortReply(msgspec.Struct, frozen=True, tag="aborted"):
     """The answer to an AbortCall. `found`: the worker had such a request."""
 
@@ -75,6 +88,8 @@ FromWorker = (
     | RetainReq
     | CheckGrammarReq
     | EndpointCall
+    | LimitCall
+    | LimitRelease
     | AbortReply
     | CaughtUp
     | WorkerServes
@@ -114,6 +129,20 @@ class EndpointReply(msgspec.Struct, frozen=True, tag="endpoint_reply"):
     body: bytes
 
 
+class LimitReply(msgspec.Struct, frozen=True, tag="limit_reply", kw_only=True):
+    """The answer to a LimitCall."""
+
+    call_id: int
+    refusal: str | None
+    """Why the request is refused. It takes nothing then; None: it may run."""
+    retry_after_s: int | None
+    """Of a refusal."""
+    per_minute: int | None
+    """The limit on the client's rate."""
+    full_at: float
+    """When the client's bucket will be full if nothing more is taken; 0 without a limit on the rate."""
+
+
 class GrammarVerdict(msgspec.Struct, frozen=True, tag="verdict"):
     """The answer to a CheckGrammarReq. `failure`: it could not be checked."""
 
@@ -147,5 +176,13 @@ class Recoveries(msgspec.Struct, frozen=True, tag="recoveries"):
 
 
 ToWorker = (
-    BatchTextOut | Recoveries | EngineNews | EndpointReply | GrammarVerdict | AbortCall | CatchUpCall | ParentAlive
+    BatchTextOut
+    | Recoveries
+    | EngineNews
+    | EndpointReply
+    | LimitReply
+    | GrammarVerdict
+    | AbortCall
+    | CatchUpCall
+    | ParentAlive
 )

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .auth import OPEN_PATHS
 from .error_handlers import Forbidden, error_response
-from .key_limits import LIMIT_HEADERS
+from .limited_requests import LIMIT_HEADERS
 from .wire import shown
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -12,12 +12,12 @@ import itertools
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 import zmq
 
-from ...managers.calls import Calls
+from ...managers.calls import Answer, Calls
 from ...managers.generation import error_of
 from ...managers.grammar_checker import GrammarChecker
 from ...managers.worker_manager import WorkerManager
@@ -40,6 +40,7 @@ from ..worker_messages import (
     EndpointReply,
     EngineNews,
     GrammarVerdict,
+    LimitReply,
     ParentAlive,
     Recoveries,
     ToWorker,
@@ -51,6 +52,9 @@ from .http_listener import HttpListener, adopt_uvicorn_logs, max_connections
 from .http_server import create_app, make_server
 from .tls import tls_context
 from .tracing import RequestTracer
+from .worker_limits import AskedLimits
+
+R = TypeVar("R", bound=Answer)
 
 _POLL_S = 0.02
 _SILENT_S = 1.0
@@ -129,7 +133,7 @@ class HttpWorker:
         ids = itertools.count(1)
         self._calls = Calls(ids)
         self._reads = Calls(ids)
-        """Calls of endpoints that change nothing. They do not wait for a parent that is silent."""
+        """Calls that do not wait for a silent parent: about limits, and of endpoints that change nothing."""
         self._heard = time.monotonic()
         """When the last message of the parent came."""
         self._num_silent_looks = 0
@@ -185,9 +189,14 @@ class HttpWorker:
 
     async def forward(self, question: Callable[[int], EndpointCall], *, is_read: bool) -> EndpointReply:
         """The parent's answer to a request. See `Forward`."""
-        if is_read and self._is_parent_silent:
+        if is_read:
+            return await self._read(question, EndpointReply)
+        return await self._calls.ask(self._parent, question, EndpointReply)
+
+    async def _read(self, question: Callable[[int], Any], reply_type: type[R]) -> R:
+        if self._is_parent_silent:
             raise EngineDead(_NO_ANSWER)
-        return await (self._reads if is_read else self._calls).ask(self._parent, question, EndpointReply)
+        return await self._reads.ask(self._parent, question, reply_type)
 
     async def compile(self, spec: GrammarSpec) -> str | None:
         """Why a grammar cannot be used; None if it can. The parent knows (see GrammarWorker)."""
@@ -203,6 +212,8 @@ class HttpWorker:
         if isinstance(message, EndpointReply):
             self._reads.on_reply(message)
             self._calls.on_reply(message)
+        elif isinstance(message, LimitReply):
+            self._reads.on_reply(message)
         elif isinstance(message, GrammarVerdict):
             self._calls.on_reply(message)
         elif isinstance(message, ParentAlive):
@@ -238,6 +249,9 @@ class HttpWorker:
         )
         share = 1 / args.tokenizer_worker_num
         server = dataclasses.replace(make_server(self._manager), share=share, started=news.started)
+        if server.key_limits is not None:
+            limits = AskedLimits(self._read, self._parent.send, time.monotonic)
+            server = dataclasses.replace(server, key_limits=limits)
         self._http = self._http or self._listen()
         self._http.app = create_app(server, tracer=self._tracer, forward=self.forward)
         self._parent.send(WorkerServes())

@@ -23,7 +23,8 @@ from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, QueueFull, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
 from .json_limits import check_limits
-from .key_limits import KeyLimits
+from .key_limits import Limits
+from .limited_requests import LimitedRequests
 from .response_store import ResponseStore
 from .resumable import ResumableStreams
 from .saved_streams import BODY, SavedStreams
@@ -78,7 +79,7 @@ class Server:
     """How long /flush_cache waits for the scheduler's reply, in addition to the request's `timeout`."""
     metrics: MetricsSource | None = None
     """Makes the page of /metrics; None without --enable-metrics."""
-    key_limits: KeyLimits | None = None
+    key_limits: Limits | None = None
     """None without such limits."""
     streams: ResumableStreams | None = None
     """None without --resume-grace."""
@@ -143,7 +144,10 @@ class BoundEndpoint:
         self._endpoint = endpoint
         self.server = server
         self._query = {query.name for query in endpoint.query}
-        self._limits = server.key_limits if endpoint.runs_model else None
+        self._limits: LimitedRequests | None = None
+        if endpoint.runs_model and server.key_limits is not None:
+            has_keys = bool(server.manager.server_args.api_keys)
+            self._limits = LimitedRequests(server.key_limits, has_keys=has_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._endpoint.runs_model:

@@ -27,7 +27,7 @@ from ..io_struct import AbortFinish, TextOut
 from .bounded_http import CLOSE
 from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
-from .key_limits import hold_limit
+from .limited_requests import hold_limit
 from .replay import Interrupted, ReplayingReader, StreamRecorder, replay_of
 from .request_log import hold_record, keeps_text, log_received
 from .resumable import STREAM_HEADER, new_stream_id

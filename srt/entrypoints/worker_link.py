@@ -29,6 +29,8 @@ from ..worker_messages import (
     EngineNews,
     FromWorker,
     GrammarVerdict,
+    LimitCall,
+    LimitRelease,
     SampleReq,
     ToWorker,
     WorkerAlive,
@@ -36,9 +38,11 @@ from ..worker_messages import (
     WorkerServes,
 )
 from .forwarded import ParentEndpoints
+from .key_limits import KeyLimits
 from .processes import ChildProcess
 from .routing import Server
 from .watchdog import HangDetector, Verdict, report_hang
+from .worker_limits import CountedRequests
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class ServedEngine:
     def __init__(self, manager: TokenizerManager, server: Server, endpoints: ParentEndpoints) -> None:
         self.manager = manager
         self.endpoints = endpoints
+        self.limits = KeyLimits.of(manager.server_args, time.monotonic)
         self._started = server.started
 
     def news(self) -> EngineNews:
@@ -98,6 +103,8 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine: ServedEngine | None = None
         self._relay: WorkerRelay | None = None
+        self._counted: CountedRequests | None = None
+        """None without limits of clients."""
         self._tell_news: Callable[[], None] = _nothing
 
     @property
@@ -122,6 +129,7 @@ class Worker:
         self._engine = engine
         self._tell_news = tell_news
         self._relay = WorkerRelay(engine.manager, self._send_outputs)
+        self._counted = None if engine.limits is None else CountedRequests(engine.limits)
 
     def flush(self) -> None:
         if self._relay is not None:
@@ -154,6 +162,8 @@ class Worker:
         self._calls.fail(EngineDead("the HTTP worker has died"))
         for task in self._tasks:
             task.cancel()
+        if self._counted is not None:
+            self._counted.release_all()
         relay, self._relay = self._relay, None
         return 0 if relay is None else relay.close()
 
@@ -179,6 +189,12 @@ class Worker:
             self._run(self._answer(engine, message))
         elif isinstance(message, CheckGrammarReq):
             self._run(self._check(engine.manager, message))
+        elif isinstance(message, LimitCall):
+            assert self._counted is not None, "workers have the same settings"
+            self.sender.send(self._counted.take(message))
+        elif isinstance(message, LimitRelease):
+            assert self._counted is not None, "workers have the same settings"
+            self._counted.release(message.call_id)
         elif isinstance(message, AbortReply | CaughtUp):
             self._calls.on_reply(message)
         elif isinstance(message, WorkerServes):

@@ -42,13 +42,7 @@ _AT_LEAST_1 = (
     "cuda_graph_max_bs",
     "decode_log_interval",
 )
-_OF_ONE_HTTP_PROCESS = (
-    "resume_file",
-    "resume_grace",
-    "response_store_mib",
-    "max_concurrent_requests_per_key",
-    "requests_per_minute_per_key",
-)
+_OF_ONE_HTTP_PROCESS = ("resume_file", "resume_grace", "response_store_mib")
 """Settings whose state is in the process that serves HTTP, so there can be only one."""
 
 

@@ -94,12 +94,12 @@ class Rig:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
-    """Runs a test with a Rig."""
+def run(tmp_path: Path) -> Callable[..., None]:
+    """Runs a test with a Rig, and with further settings."""
 
-    async def body(work: Callable[[Rig], Awaitable[None]]) -> None:
+    async def body(work: Callable[[Rig], Awaitable[None]], settings: dict[str, Any]) -> None:
         scheduler = FakeScheduler()
-        manager = make_manager(scheduler, tokenizer_worker_num=2, tool_call_parser="hermes")
+        manager = make_manager(scheduler, tokenizer_worker_num=2, tool_call_parser="hermes", **settings)
         context: zmq.Context[Any] = zmq.Context()
         run_dir, listener = RunDir(tmp_path, 1), Listener()
         parent = Worker(None, None, context, run_dir, HangDetector(300.0, None))  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
         worker.close()
         context.destroy(linger=0)
 
-    return lambda work: asyncio.run(asyncio.wait_for(body(work), 30))
+    return lambda work, **settings: asyncio.run(asyncio.wait_for(body(work, settings), 30))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,6 @@ def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
         {"resume_grace": 1.0},
         {"resume_grace": 1.0, "resume_file": "f"},
         {"response_store_mib": 1},
-        {"max_concurrent_requests_per_key": 1},
-        {"requests_per_minute_per_key": 1},
     ],
 )
 def test_what_needs_one_process_is_refused_with_more(flags: dict[str, Any]) -> None:
@@ -260,6 +258,46 @@ def test_a_worker_answers_probes_itself_while_its_parent_is_silent(run: Any, mon
         assert (await rig.client.get("/ready")).status_code == 200
 
     run(work)
+
+
+def test_the_parent_counts_the_requests_of_clients(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(rig: Rig) -> None:
+        rig.scheduler.mute = True
+        waiting = asyncio.create_task(rig.generate())
+        while not rig.scheduler.received:
+            await asyncio.sleep(0.001)
+        assert rig.parent._engine is not None and rig.parent._engine.limits is not None
+        of_other_worker = rig.parent._engine.limits.take_now("127.0.0.1")
+        assert of_other_worker.refusal is not None, "one request of this client runs in the first worker"
+        refused = await rig.generate()
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert refused.headers["retry-after"] == "1" and refused.headers["x-ratelimit-remaining-requests"] == "8"
+        rig.scheduler.mute = False
+        rig.manager.abort_all()
+        assert (await waiting).headers["x-ratelimit-limit-requests"] == "9"
+        assert (await rig.generate()).status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(http_worker, "_SILENT_S", -1.0)
+            for _ in range(2):
+                rig.worker.look_at_parent()
+            assert (await rig.generate()).status_code == 503
+        assert (await rig.client.get("/v1/models")).status_code == 200, "it has no limit"
+
+    run(work, max_concurrent_requests_per_key=1, requests_per_minute_per_key=9)
+
+
+def test_a_worker_whose_link_is_closed_has_no_running_requests(run: Any) -> None:
+    async def work(rig: Rig) -> None:
+        rig.scheduler.mute = True
+        waiting = asyncio.create_task(rig.generate())
+        while not rig.scheduler.received:
+            await asyncio.sleep(0.001)
+        assert rig.parent._engine is not None and rig.parent._engine.limits is not None
+        rig.parent.close()
+        assert rig.parent._engine.limits.take_now("127.0.0.1").refusal is None
+        waiting.cancel()
+
+    run(work, max_concurrent_requests_per_key=1)
 
 
 @pytest.mark.parametrize(("path", "status"), [("/flush_cache", 200), ("/start_profile", 403), ("/stop_profile", 403)])

@@ -24,6 +24,7 @@ from tercet.srt.entrypoints.http_listener import bind_group
 pytestmark = pytest.mark.timeout(300)
 
 LONG = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 150}}
+MAX_CONCURRENT = 6
 SHORT = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
 
 _REPORT = re.compile("Wrote a report about this to (.*)")
@@ -69,6 +70,7 @@ def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(run_dirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = [*toy_flags(tmp_path_factory.mktemp("m")), "--port", "0", "--tokenizer-worker-num", "2"]
+    flags += ["--max-concurrent-requests-per-key", str(MAX_CONCURRENT)]
     with ServerProcess(run_dirs, [*flags, "--enable-metrics", "--engine-restarts", "9"]) as server:
         yield server.ready()
 
@@ -173,6 +175,22 @@ def test_a_worker_that_dies_is_started_again(pair: Pair) -> None:
             assert client.get("/load").json() == {"server_load": 1}
             assert client.get("/tokenizer_info").status_code == 400
     assert answers[1].result(PATIENCE_S).json()["text"] == text_of(150)
+
+
+def test_workers_count_the_requests_of_a_client_together(pair: Pair) -> None:
+    with ExitStack() as stack, pair.paused():
+        pids = pair.pids * (MAX_CONCURRENT // 2)
+        others = [stack.enter_context(client_of(pair.server, pid)) for pid in pids]
+        answers = [pair.pool.submit(client.post, "/generate", json=LONG) for client in others]
+        pair.until_running(MAX_CONCURRENT)
+        assert [client.post("/generate", json=SHORT).status_code for client in pair.clients] == [429, 429]
+        os.kill(pair.pids[0], signal.SIGKILL)
+        pair.until_running(MAX_CONCURRENT // 2)
+        answers.append(pair.post(1, SHORT))
+        pair.until_running(MAX_CONCURRENT // 2 + 1)
+        pair.call("POST", "/continue_generation")
+        assert [answer.result(PATIENCE_S).json()["text"] for answer in answers[1:-1:2]] == [text_of(150)] * 3
+        assert answers[-1].result(PATIENCE_S).json()["text"] == text_of(5), "requests of the dead worker do not run"
 
 
 def test_streams_and_probes_tell_that_the_parent_is_stopped(pair: Pair) -> None:

@@ -14,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fakes import FakeClock
-from tercet.srt.entrypoints.key_limits import LIMIT_HEADERS, KeyLimits, TokenBucket, name_of
+from tercet.srt.entrypoints.key_limits import KeyLimits, TokenBucket
+from tercet.srt.entrypoints.limited_requests import LIMIT_HEADERS, LimitedRequests, name_of
 from tercet.srt.entrypoints.routing import BoundEndpoint
 from tercet.srt.server_args import ServerArgs
 
@@ -93,7 +94,7 @@ def test_concurrent_requests(clock: FakeClock, stream: bool) -> None:
 
 
 def test_the_wait_for_a_running_request_is_the_mean_of_the_last_ones(clock: FakeClock) -> None:
-    limits = KeyLimits(2, None, clock, has_keys=False)
+    limits = LimitedRequests(KeyLimits(2, None, clock), has_keys=False)
     scope: Scope = {"type": "http", "client": ("192.0.2.1", 1), "headers": []}
     told: list[bytes] = []
 
@@ -123,7 +124,7 @@ def test_the_wait_for_a_running_request_is_the_mean_of_the_last_ones(clock: Fake
 
 @pytest.mark.parametrize("failure", [RuntimeError("a defect"), asyncio.CancelledError()])
 def test_a_request_that_fails_is_no_longer_running(failure: BaseException) -> None:
-    limits = KeyLimits(1, None, FakeClock(), has_keys=False)
+    limits = LimitedRequests(KeyLimits(1, None, FakeClock()), has_keys=False)
     scope: Scope = {"type": "http", "client": ("192.0.2.1", 1), "headers": []}
     statuses = []
 
@@ -196,7 +197,8 @@ def test_one_key_is_one_client_from_any_address() -> None:
 
 def test_the_number_of_remembered_clients_is_bounded() -> None:
     clock = FakeClock()
-    limits = KeyLimits(None, 2, clock, has_keys=False, max_clients=50)
+    limits = KeyLimits(None, 2, clock, max_clients=50)
+    limited = LimitedRequests(limits, has_keys=False)
     statuses: list[int] = []
 
     async def nothing() -> Message:
@@ -207,7 +209,7 @@ def test_the_number_of_remembered_clients_is_bounded() -> None:
 
     async def ask(host: int) -> int:
         scope: Scope = {"type": "http", "client": (f"10.0.{host // 256}.{host % 256}", 1), "headers": []}
-        await limits.serve(PlainTextResponse("done"), scope, nothing, note)
+        await limited.serve(PlainTextResponse("done"), scope, nothing, note)
         return statuses[-1]
 
     async def run() -> None:
@@ -225,7 +227,8 @@ def test_the_number_of_remembered_clients_is_bounded() -> None:
 
 
 def test_a_client_is_remembered_while_its_request_runs() -> None:
-    limits = KeyLimits(1, None, FakeClock(), has_keys=False, max_clients=5)
+    limits = KeyLimits(1, None, FakeClock(), max_clients=5)
+    limited = LimitedRequests(limits, has_keys=False)
     statuses: list[int] = []
 
     async def nothing() -> Message:
@@ -235,7 +238,7 @@ def test_a_client_is_remembered_while_its_request_runs() -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
     async def ask(host: int, app: ASGIApp) -> None:
-        await limits.serve(app, {"type": "http", "client": (f"192.0.2.{host}", 1), "headers": []}, nothing, note)
+        await limited.serve(app, {"type": "http", "client": (f"192.0.2.{host}", 1), "headers": []}, nothing, note)
 
     async def others(scope: Scope, receive: Receive, send: Send) -> None:
         for host in (1, 2, 3, 4, 5, 6, 0):
@@ -258,18 +261,18 @@ def test_a_client_is_remembered_while_its_request_runs() -> None:
 )
 def test_a_bucket_gives_its_capacity_and_what_flows_in(capacity: int, pauses: list[float]) -> None:
     clock = FakeClock()
-    bucket = TokenBucket(capacity, clock.now)
+    bucket = TokenBucket(capacity, clock)
     start, num_taken = clock.now, 0
     for pause in pauses:
         clock.now += pause
-        num_taken += sum(bucket.take(clock.now) for _ in range(3))
+        num_taken += sum(bucket.take() for _ in range(3))
         assert num_taken <= capacity * (1 + (clock.now - start) / 60) + 1e-6
-        assert -1e-6 <= bucket.level(clock.now) <= capacity
-        wait_s = bucket.wait_s(clock.now)
+        assert -1e-6 <= bucket.level <= capacity
+        wait_s = bucket.wait_s
         if wait_s:
-            assert not bucket.take(clock.now)
+            assert not bucket.take()
             clock.now += wait_s
-            assert bucket.take(clock.now), "the time that is told is enough"
+            assert bucket.take(), "the time that is told is enough"
             num_taken += 1
 
 
