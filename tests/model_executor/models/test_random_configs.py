@@ -127,8 +127,8 @@ OF_FAMILY = {
     "gemma2": some(
         sliding_window=[1, 5, 9],
         query_pre_attn_scalar=[8, 30],
-        attn_logit_softcapping=[None, 1, 2.5],
-        final_logit_softcapping=[None, 2.0, 4],
+        attn_logit_softcapping=[None, 1.0, 2.5],
+        final_logit_softcapping=[None, 2.0, 4.0],
         attention_bias=[False, True],
         hidden_activation=["silu", "gelu_pytorch_tanh"],
     ),
