@@ -53,11 +53,13 @@ OLMO2 = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 GPT_OSS = {
     "post_attention_layernorm": "post_attention_norm",
     "self_attn.sinks": "attn_sinks",
     "mlp.router": "ffn_gate_inp",
 }
+OF_ARCH = {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": OLMO2, "glm4": GLM4, "gpt-oss": GPT_OSS}
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 GPT_OSS_EXPERTS = {
     "gate_up_proj": {"gate_proj.weight": _EVEN, "up_proj.weight": _ODD},
@@ -72,7 +74,7 @@ def gguf_name(name, arch):
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, index, rest = stem.split(".", 3)
-        stems = HF_TO_GGUF | PHI3 | {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": OLMO2, "gpt-oss": GPT_OSS}.get(arch, {})
+        stems = HF_TO_GGUF | PHI3 | OF_ARCH.get(arch, {})
         return f"blk.{index}.{stems[rest]}.{suffix}"
     return f"{HF_TO_GGUF[stem]}.{suffix}"
 
@@ -162,8 +164,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
             add(f"{arch}.{key}", value)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if arch == "phi3":
+    if arch in ("phi3", "glm4"):
         writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+    if arch == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2" and config.attn_logit_softcapping is not None:
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

@@ -164,18 +164,19 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     """The parameters of the model that `config` describes, under the names that `Decoder` uses."""
-    hidden, head_dim = config.hidden_size, config.head_dim
+    family, hidden, head_dim = FAMILIES[config.architecture], config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     inter = config.intermediate_size
     # The parts have their rows here, and their columns in `layer`.
     q = Part("self_attn.q_proj", (q_size,))
     k, v = Part("self_attn.k_proj", (kv_size,)), Part("self_attn.v_proj", (kv_size,))
     gate, up = Part("mlp.gate_proj", (inter,)), Part("mlp.up_proj", (inter,))
-    if FAMILIES[config.architecture].stacked_projections:
+    if family.stacked_qkv:
         q, k, v = _stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
+    if family.stacked_gate_up:
         gate, up = _stacked("mlp.gate_up_proj", inter, inter)
-    if config.rope.rotary_dim is not None:
-        order = _half_split_order(head_dim, config.rope.rotary_dim)
+    if config.rope.rotary_dim is not None or family.interleaved_rotary:
+        order = _half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
         q, k = q._replace(head_order=order), k._replace(head_order=order)
     # name: (checkpoint rows, columns, whether it has a bias, how it is split)
     linears = {
@@ -189,7 +190,9 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     norm = Part("", (hidden,), offset=config.norm_offset)
     norms: dict[str, Part] = {}
     if config.input_norms:
-        before_feed_forward = "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
+        # In most families with norms of outputs, that of attention has the name of this one.
+        is_taken = config.output_norms and "post_attention_layernorm" in family.output_norm_names
+        before_feed_forward = "pre_feedforward_layernorm" if is_taken else "post_attention_layernorm"
         norms = {
             "input_norm": norm._replace(name="input_layernorm"),
             "post_attention_norm": norm._replace(name=before_feed_forward),
@@ -197,10 +200,10 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     if config.output_norms:
         output_norm = norm._replace(factor=config.output_norm_factor)
         norms |= {
-            "attention_output_norm": output_norm._replace(name="post_attention_layernorm"),
-            "feed_forward_output_norm": output_norm._replace(name="post_feedforward_layernorm"),
+            "attention_output_norm": output_norm._replace(name=family.output_norm_names[0]),
+            "feed_forward_output_norm": output_norm._replace(name=family.output_norm_names[1]),
         }
-    has_sinks = FAMILIES[config.architecture].attention_sinks
+    has_sinks = family.attention_sinks
     if config.qk_norm is not None:
         sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
         for name, size in zip(("q_norm", "k_norm"), sizes, strict=True):
@@ -302,15 +305,17 @@ def _stacked(name: str, *sizes: int) -> Iterator[Part]:
     return (Part(name, (size,), first, sum(sizes)) for size, first in zip(sizes, firsts, strict=False))
 
 
-def _half_split_order(head_dim: int, rotary_dim: int) -> tuple[int, ...]:
+def _half_split_order(head_dim: int, rotary_dim: int | None, interleaved: bool) -> tuple[int, ...]:
     """The order of a head's rows so that its components rotate with those that are head_dim / 2 later.
 
-    A checkpoint whose first rotary_dim components are rotated has their partners rotary_dim / 2 later. Scores are sums
-    over all components, so they do not depend on the order, if queries and keys have the same one.
+    A checkpoint whose first rotary_dim components are rotated has their partners rotary_dim / 2 later, or, if
+    `interleaved`, beside them. Scores are sums over all components, so they do not depend on the order, if queries and
+    keys have the same one.
     """
-    half, unrotated = rotary_dim // 2, list(range(rotary_dim, head_dim))
-    middle = len(unrotated) // 2
-    return (*range(half), *unrotated[:middle], *range(half, rotary_dim), *unrotated[middle:])
+    rotated, unrotated = range(head_dim)[:rotary_dim], range(head_dim)[rotary_dim or head_dim :]
+    half, middle = len(rotated) // 2, len(unrotated) // 2
+    firsts, partners = (rotated[::2], rotated[1::2]) if interleaved else (rotated[:half], rotated[half:])
+    return (*firsts, *unrotated[:middle], *partners, *unrotated[middle:])
 
 
 ROUTER_ENDING = ".router.weight"

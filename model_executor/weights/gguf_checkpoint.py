@@ -53,6 +53,11 @@ _NAMES_OF_ARCHITECTURE = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "glm4": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",

@@ -67,10 +67,14 @@ class Family:
     """the rope settings of a config that has none; null counts as none"""
     default_original_context_len: int | None = None
     """For a config without original_max_position_embeddings at its top level. None: that of the rope settings."""
-    stacked_projections: bool = False
-    """whether a checkpoint has one tensor for Q, K and V, and one for gate and up"""
+    stacked_qkv: bool = False
+    """whether a checkpoint has one tensor for Q, K and V"""
+    stacked_gate_up: bool = False
+    """whether a checkpoint has one tensor for gate and up"""
     partial_rotary: bool = False
     """whether a config may say that only the first components of a head are rotated"""
+    interleaved_rotary: bool = False
+    """whether neighbouring components of a head are rotated together"""
     rotated_layers: Callable[[Settings, int], tuple[bool, ...]] | None = None
     """which layers have a rotary embedding; None: all"""
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +98,8 @@ class Family:
     """`ModelConfig.input_norms`"""
     output_norms: bool = False
     """`ModelConfig.output_norms`"""
+    output_norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    """their names in a checkpoint: of attention, and of the feed-forward layer"""
     norm_offset: float = 0.0
     """`ModelConfig.norm_offset` of a Hugging Face checkpoint"""
     gguf_window_period: int | None = None
@@ -182,6 +188,24 @@ _OLMO2 = Family(
     defaults={"eos_token_id": 50279},
 )
 
+_GLM = Family(
+    "glm",
+    "decoder",
+    no_window,
+    qkv_bias=None,
+    stacked_gate_up=True,
+    partial_rotary=True,
+    interleaved_rotary=True,
+    default_rms_norm_eps=1.5625e-7,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+)
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -212,7 +236,8 @@ FAMILIES: dict[str, Family] = {
         window_if_given,
         default_rms_norm_eps=1e-5,
         default_original_context_len=4096,
-        stacked_projections=True,
+        stacked_qkv=True,
+        stacked_gate_up=True,
         partial_rotary=True,
         gguf_window_period=0,
     ),
@@ -268,6 +293,13 @@ FAMILIES: dict[str, Family] = {
         has_multipliers=True,
         defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": dataclasses.replace(
+        _GLM,
+        model_type="glm4",
+        output_norms=True,
+        output_norm_names=("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
@@ -306,6 +338,7 @@ GGUF_ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {

@@ -66,7 +66,7 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
     if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
         raise metadata.unsupported(f"{arch}.pooling_type={pooling} is not supported; supported: 3, the last token")
     family = FAMILIES[architecture]
-    first_projection = "blk.0.attn_qkv" if family.stacked_projections else "blk.0.attn_q"
+    first_projection = "blk.0.attn_qkv" if family.stacked_qkv else "blk.0.attn_q"
     tensors = _tensors(file, f"{first_projection}.weight")
 
     num_heads, hidden_size = config.integer("attention.head_count"), config.integer("embedding_length")

@@ -63,7 +63,19 @@ _BUILDERS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     ),
     (
         _splits(_LLAMA3),
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "dbrx", "smaug-bpe"),
+        (
+            "llama3",
+            "llama-v3",
+            "llama-bpe",
+            "falcon3",
+            "pixtral",
+            "midm-2.0",
+            "lfm2",
+            "dbrx",
+            "smaug-bpe",
+            "glm4",
+            "chatglm-bpe",
+        ),
     ),
     (
         _splits(_QWEN2),

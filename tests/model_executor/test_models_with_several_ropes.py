@@ -44,6 +44,10 @@ MODELS = [
     "olmo2_scaled",
     "olmo3",
     "olmo3_types",
+    "glm",
+    "glm_whole",
+    "glm4",
+    "glm4_yarn",
 ]
 
 

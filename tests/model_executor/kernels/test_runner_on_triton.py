@@ -28,6 +28,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("granite", False),
         ("granite_biases", True),
         ("olmo2", True),
+        ("glm4", False),
+        ("glm4_yarn", True),
         ("gemma2_scores", False),
         ("gemma2", True),
         ("gemma3_scaled", False),

@@ -115,6 +115,8 @@ OF_FAMILY = {
         attention_multiplier=[0.0625, 0.3],
         logits_scaling=[6.0, 16],
     ),
+    "glm": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
+    "glm4": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(
         no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],

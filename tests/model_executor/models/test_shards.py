@@ -125,7 +125,17 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_31_tied", "qwen2_tied", "phi3_partial", "qwen3_moe_sparse", "gpt_oss_full", "granite", "gemma2"]
+    "name",
+    [
+        "llama_31_tied",
+        "qwen2_tied",
+        "phi3_partial",
+        "qwen3_moe_sparse",
+        "gpt_oss_full",
+        "granite",
+        "gemma2",
+        "glm_whole",
+    ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
     compare(stored(name), 2)
@@ -143,6 +153,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "smollm3_window",
         "gemma3_scaled",
         "gpt_oss",
+        "glm4",
     ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:

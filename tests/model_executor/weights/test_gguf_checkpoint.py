@@ -44,6 +44,8 @@ CPU = torch.device("cpu")
         ("olmo3", "olmo2"),
         ("granite", "granite"),
         ("granite_biases", "granite"),
+        ("glm4", "glm4"),
+        ("glm4_yarn", "glm4"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
@@ -81,11 +83,11 @@ def test_a_split_file_has_the_logits_of_the_whole_one(kind, dtype, cache, empty_
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize(("name", "arch"), [("phi3_partial", "phi3"), ("glm4", "glm4")])
 @pytest.mark.parametrize(("kind", "form"), [(Kind.Q8_0, "int8"), (Kind.Q4_1, "int4")])
-def test_rows_of_stacked_projections_keep_their_stored_values(kind, form, tmp_path):
-    """Rows of a tensor, and rows that are reordered because only a part of a head is rotated."""
-    model = make_model("phi3_partial")
-    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "phi3", kind=kind))
+def test_rows_of_stacked_projections_keep_their_stored_values(kind, form, name, arch, tmp_path):
+    """Rows of a tensor, and rows that are reordered because of their rotation."""
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model(name), arch, kind=kind))
     names = ["layers.1.qkv_proj.weight", "layers.1.gate_up_proj.weight"]
     wide = load_parameters(config, torch.float32, CPU)
     stored = load_parameters(config, torch.float32, CPU, forms=dict.fromkeys(names, form))

@@ -270,7 +270,7 @@ def test_files_that_are_missing_or_damaged(config, tensors, tmp_path):
         read_adapter(path, config, 4)
 
 
-@pytest.mark.parametrize("name", ["phi3", "phi3_partial", "gemma3", "gpt_oss", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["phi3", "phi3_partial", "gemma3", "gpt_oss", "qwen3_moe", "mixtral", "glm4"])
 def test_shapes_are_those_of_all_dense_layers(name, tmp_path):
     model = make_model(name)
     config = load_model_config(save(model, tmp_path / "model"))
