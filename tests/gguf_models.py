@@ -59,7 +59,15 @@ GPT_OSS = {
     "self_attn.sinks": "attn_sinks",
     "mlp.router": "ffn_gate_inp",
 }
-OF_ARCH = {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": OLMO2, "glm4": GLM4, "gpt-oss": GPT_OSS}
+SEED_OSS = {"post_attention_layernorm": "post_attention_norm"}
+OF_ARCH = {
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "olmo2": OLMO2,
+    "glm4": GLM4,
+    "seed_oss": SEED_OSS,
+    "gpt-oss": GPT_OSS,
+}
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 GPT_OSS_EXPERTS = {
     "gate_up_proj": {"gate_proj.weight": _EVEN, "up_proj.weight": _ODD},

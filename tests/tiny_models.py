@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -145,7 +146,8 @@ CONFIGS = {
     ),
     "granite": lambda: GraniteConfig(**GRANITE, tie_word_embeddings=True),
     "granite_biases": lambda: GraniteConfig(**GRANITE | {"logits_scaling": 8.0}, attention_bias=True, mlp_bias=True),
-    "glm": lambda: GlmConfig(**BASE, head_dim=24, rope_parameters=SMALL_THETA),
+    # The configs of GLM add their partial_rotary_factor to the dict that they get.
+    "glm": lambda: GlmConfig(**BASE, head_dim=24, rope_parameters=dict(SMALL_THETA)),
     "glm_whole": lambda: GlmConfig(
         **BASE,
         head_dim=16,
@@ -153,13 +155,17 @@ CONFIGS = {
         tie_word_embeddings=True,
         rope_parameters=SMALL_THETA | {"partial_rotary_factor": 1.0},
     ),
-    "glm4": lambda: Glm4Config(**BASE | LARGE_EPS, head_dim=16, rope_parameters=SMALL_THETA),
+    "glm4": lambda: Glm4Config(**BASE | LARGE_EPS, head_dim=16, rope_parameters=dict(SMALL_THETA)),
     "glm4_yarn": lambda: Glm4Config(
         **BASE | {"num_key_value_heads": 1},
         head_dim=24,
         attention_bias=False,
         tie_word_embeddings=True,
         rope_parameters=YARN | {"partial_rotary_factor": 0.75},
+    ),
+    "seed_oss": lambda: SeedOssConfig(**BASE, head_dim=24, mlp_bias=True, rope_parameters=SMALL_THETA),
+    "seed_oss_out": lambda: SeedOssConfig(
+        **BASE, head_dim=16, attention_bias=False, attention_out_bias=True, tie_word_embeddings=True
     ),
     "gemma2": lambda: Gemma2Config(**GEMMA2),
     "gemma2_scores": lambda: Gemma2Config(

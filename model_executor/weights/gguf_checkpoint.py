@@ -58,6 +58,7 @@ _NAMES_OF_ARCHITECTURE = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",

@@ -43,16 +43,16 @@ QKNormKind: TypeAlias = Literal["heads", "rows"]
 class Family:
     """The differences of an architecture from plain Llama.
 
-    `*_bias`: whether the layer always has a bias; None: a key of config.json says so.
+    `*_bias`: whether the layer always has a bias; None: the usual key of config.json says so; a string: this key does.
     """
 
     model_type: str
     implementation: str
     """the module of model_executor/models that implements the family"""
     sliding_windows: Callable[[Settings, int], SlidingWindows]
-    qkv_bias: bool | None = False
-    o_bias: bool | None = False
-    mlp_bias: bool | None = False
+    qkv_bias: bool | str | None = False
+    o_bias: bool | str | None = False
+    mlp_bias: bool | str | None = False
     attention_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value"""
     qk_norm: QKNormKind | None = None
@@ -300,6 +300,21 @@ FAMILIES: dict[str, Family] = {
         output_norms=True,
         output_norm_names=("post_self_attn_layernorm", "post_mlp_layernorm"),
     ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        "decoder",
+        no_window,
+        qkv_bias=None,
+        o_bias="attention_out_bias",
+        mlp_bias=None,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+    ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
@@ -339,6 +354,7 @@ GGUF_ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {

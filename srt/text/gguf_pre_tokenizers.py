@@ -18,6 +18,7 @@ _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SYMBOLS}|{_SPACES}"
+_SEED = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -82,6 +83,7 @@ _BUILDERS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
         ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"),
     ),
     (_splits(_QWEN35), ("qwen35",)),
+    (_splits(_SEED), ("seed-coder",)),
     (_splits(_TEKKEN), ("tekken",)),
     (_splits(_GPT4O), ("gpt-4o", "llama4", "kanana2")),
     (_splits(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), ("deepseek-coder",)),

@@ -48,6 +48,8 @@ MODELS = [
     "glm_whole",
     "glm4",
     "glm4_yarn",
+    "seed_oss",
+    "seed_oss_out",
 ]
 
 

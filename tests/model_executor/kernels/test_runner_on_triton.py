@@ -30,6 +30,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("olmo2", True),
         ("glm4", False),
         ("glm4_yarn", True),
+        ("seed_oss", True),
+        ("seed_oss_out", False),
         ("gemma2_scores", False),
         ("gemma2", True),
         ("gemma3_scaled", False),

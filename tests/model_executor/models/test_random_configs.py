@@ -117,6 +117,7 @@ OF_FAMILY = {
     ),
     "glm": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
     "glm4": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
+    "seed_oss": some(attention_bias=[False, True], attention_out_bias=[False, True], mlp_bias=[False, True]),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(
         no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],

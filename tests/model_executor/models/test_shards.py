@@ -135,6 +135,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "granite",
         "gemma2",
         "glm_whole",
+        "seed_oss_out",
     ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
@@ -154,6 +155,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "gemma3_scaled",
         "gpt_oss",
         "glm4",
+        "seed_oss",
     ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:

@@ -46,6 +46,8 @@ CPU = torch.device("cpu")
         ("granite_biases", "granite"),
         ("glm4", "glm4"),
         ("glm4_yarn", "glm4"),
+        ("seed_oss", "seed_oss"),
+        ("seed_oss_out", "seed_oss"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):

@@ -17,7 +17,18 @@ from tercet.srt.text.tokenizer import load_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"
-WAYS = ("gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "deepseek-coder", "default")
+WAYS = (
+    "gpt-2",
+    "smollm",
+    "llama-bpe",
+    "qwen2",
+    "qwen35",
+    "seed-coder",
+    "tekken",
+    "gpt-4o",
+    "deepseek-coder",
+    "default",
+)
 
 
 def write_gguf(path, *, model, tokens, types, merges=None, scores=None, arch="llama", pre=None, **more):
@@ -135,8 +146,10 @@ def test_cutting_keeps_every_byte(pre, text):
         ("gpt-2", "it's  12", ["it", "'s", " ", " 12"]),
         ("smollm", "it's  12 x٣½", ["it", "'s", "  ", "1", "2", " x", "٣", "½"]),
         ("starcoder", "a 1b", ["a", " ", "1", "b"]),
+        ("glm4", "IT'S 1234", ["IT", "'S", " ", "123", "4"]),
         ("llama-bpe", "IT'S  12345 x\n\n y", ["IT", "'S", " ", " ", "123", "45", " x", "\n\n", " y"]),
         ("qwen2", "a123 .b\n", ["a", "1", "2", "3", " .", "b", "\n"]),
+        ("seed-coder", "a12 .\n\nb", ["a", "1", "2", " .", "\n\n", "b"]),
         ("tekken", "fooBar/\nX12", ["foo", "Bar", "/\n", "X", "1", "2"]),
         ("gpt-4o", "don'tStop 1234", ["don't", "Stop", " ", "123", "4"]),
         ("deepseek-coder", "a 12\nb!?", ["a", " ", "1", "2", "\n", "b", "!?"]),
