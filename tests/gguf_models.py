@@ -49,7 +49,7 @@ GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-OLMO2 = {
+OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
@@ -63,7 +63,8 @@ SEED_OSS = {"post_attention_layernorm": "post_attention_norm"}
 OF_ARCH = {
     "gemma2": GEMMA,
     "gemma3": GEMMA,
-    "olmo2": OLMO2,
+    "olmo2": OUTPUT_NORMS,
+    "exaone4": OUTPUT_NORMS,
     "glm4": GLM4,
     "seed_oss": SEED_OSS,
     "gpt-oss": GPT_OSS,
@@ -154,7 +155,7 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     keys = dict(keys or {})
-    if arch == "olmo2" and hasattr(config, "sliding_window"):
+    if arch in ("olmo2", "exaone4") and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
         keys.setdefault(
             "attention.sliding_window_pattern", [kind == "sliding_attention" for kind in config.layer_types]

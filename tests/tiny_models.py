@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -166,6 +167,16 @@ CONFIGS = {
     "seed_oss": lambda: SeedOssConfig(**BASE, head_dim=24, mlp_bias=True, rope_parameters=SMALL_THETA),
     "seed_oss_out": lambda: SeedOssConfig(
         **BASE, head_dim=16, attention_bias=False, attention_out_bias=True, tie_word_embeddings=True
+    ),
+    "exaone4": lambda: Exaone4Config(**BASE | {"num_hidden_layers": 5}, sliding_window=7, head_dim=24),
+    "exaone4_types": lambda: Exaone4Config(
+        **BASE,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters=dict(LLAMA3),
+    ),
+    "exaone4_full": lambda: Exaone4Config(
+        **BASE, sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True
     ),
     "gemma2": lambda: Gemma2Config(**GEMMA2),
     "gemma2_scores": lambda: Gemma2Config(

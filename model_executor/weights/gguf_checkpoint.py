@@ -40,19 +40,17 @@ _NAMES = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-_NAMES_OF_GEMMA = {
+_NAMES_OF_OUTPUT_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_NAMES_OF_GEMMA = _NAMES_OF_OUTPUT_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _NAMES_OF_ARCHITECTURE = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": _NAMES_OF_GEMMA,
     "gemma3": _NAMES_OF_GEMMA,
-    "olmo2": {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    "olmo2": _NAMES_OF_OUTPUT_NORMS,
+    "exaone4": _NAMES_OF_OUTPUT_NORMS,
     "glm4": {
         "ffn_up": "mlp.gate_up_proj",
         "post_attention_norm": "post_self_attn_layernorm",

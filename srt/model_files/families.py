@@ -22,11 +22,13 @@ from .layer_windows import (
     SlidingWindows,
     no_window,
     rotated_layers,
+    rotated_with_window,
     window_everywhere,
     window_if_given,
     window_of_chosen_layers,
     window_of_every_other_layer,
     window_of_local_layers,
+    window_of_pattern,
     window_of_three_in_four_layers,
     window_of_upper_layers,
     window_without_layers,
@@ -75,7 +77,7 @@ class Family:
     """whether a config may say that only the first components of a head are rotated"""
     interleaved_rotary: bool = False
     """whether neighbouring components of a head are rotated together"""
-    rotated_layers: Callable[[Settings, int], tuple[bool, ...]] | None = None
+    rotated_layers: Callable[[Settings, SlidingWindows], tuple[bool, ...]] | None = None
     """which layers have a rotary embedding; None: all"""
     defaults: dict[str, Any] = field(default_factory=dict)
     """the values of keys that config.json may lack; null does not stand for them"""
@@ -315,6 +317,18 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
     ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        "decoder",
+        window_of_pattern,
+        qk_norm="heads",
+        default_rms_norm_eps=1e-5,
+        input_norms=False,
+        output_norms=True,
+        rotated_layers=rotated_with_window,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "bos_token_id": 0, "eos_token_id": 2},
+        gguf_window_period=4,
+    ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, model_type="gemma3", has_text_config=True),
@@ -355,6 +369,7 @@ GGUF_ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {

@@ -82,7 +82,7 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
     if rotary_dim != head_dim:
         rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
     windows = _windows(config, family, num_layers)
-    ropes = layer_ropes(family, config, rope, num_layers)
+    ropes = layer_ropes(family, config, rope, windows)
     scale = head_dim**-0.5
     local_theta = config.number("rope.freq_base_swa", family.local_rope_theta or rope.theta, above=1)
     if family.has_local_rope:

@@ -66,7 +66,7 @@ def config_from_hf(
         ropes = ropes_of_windows(windows, rope, local_rope)
     else:
         rope = rope_from_hf(config, family, context_len, head_dim)
-        ropes = layer_ropes(family, config, rope, num_layers)
+        ropes = layer_ropes(family, config, rope, windows)
     dtype = config.text("dtype") or config.text("torch_dtype")
     dtype = None if dtype is None else dtype.removeprefix("torch.")
     multipliers = _multipliers(config, family, head_dim, dtype)

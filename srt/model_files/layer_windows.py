@@ -74,7 +74,7 @@ def window_of_chosen_layers(config: Settings, num_layers: int) -> SlidingWindows
         window = config.integer("sliding_window")
     types = config.texts("layer_types")
     if types is None:
-        return tuple(None if rotated else window for rotated in rotated_layers(config, num_layers))
+        return tuple(None if rotated else window for rotated in rotated_layers(config, (None,) * num_layers))
     if "sliding_attention" in types and window is None:
         raise config.unsupported("layer_types with sliding_attention needs use_sliding_window and sliding_window")
     return _windows_of_types(config, types, num_layers, window)
@@ -94,6 +94,18 @@ def window_of_three_in_four_layers(config: Settings, num_layers: int) -> Sliding
     return _windows_of_types(config, types, num_layers, window)
 
 
+def window_of_pattern(config: Settings, num_layers: int) -> SlidingWindows:
+    types = config.texts("layer_types")
+    window = None if config.get("sliding_window") is None else config.integer("sliding_window")
+    if types is not None:
+        if "sliding_attention" in types and window is None:
+            raise config.unsupported("layer_types with sliding_attention needs sliding_window")
+        return _windows_of_types(config, types, num_layers, window)
+    if window is None:
+        return (None,) * num_layers
+    return local_windows(window, config.integer("sliding_window_pattern", 4), num_layers)
+
+
 def local_windows(window: int, period: int, num_layers: int) -> SlidingWindows:
     """The windows of a model of which every `period`-th layer has none. 0: all layers have the window."""
     return tuple(window if not period or (index + 1) % period else None for index in range(num_layers))
@@ -106,7 +118,14 @@ def window_of_every_other_layer(config: Settings, num_layers: int) -> SlidingWin
     return _windows_of_types(config, types, num_layers, config.integer("sliding_window"))
 
 
-def rotated_layers(config: Settings, num_layers: int) -> tuple[bool, ...]:
+def rotated_with_window(config: Settings, windows: SlidingWindows) -> tuple[bool, ...]:
+    # In a model with a window, only layers that have it are rotated, even if none has. GGUF files have the second key.
+    model_window = config.get("sliding_window") or config.get("attention.sliding_window")
+    return tuple(not model_window or window is not None for window in windows)
+
+
+def rotated_layers(config: Settings, windows: SlidingWindows) -> tuple[bool, ...]:
+    num_layers = len(windows)
     # 1 in `no_rope_layers` stands for a layer with a rotary embedding. A longer list is allowed, as in transformers.
     given = config.get("no_rope_layers")
     if given is None:

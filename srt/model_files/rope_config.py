@@ -273,11 +273,11 @@ def ropes_of_windows(windows: SlidingWindows, rope: RopeConfig, local_rope: Rope
     return tuple(rope if window is None else local_rope for window in windows)
 
 
-def layer_ropes(family: Family, config: Settings, rope: RopeConfig, num_layers: int) -> tuple[RopeConfig, ...]:
+def layer_ropes(family: Family, config: Settings, rope: RopeConfig, windows: SlidingWindows) -> tuple[RopeConfig, ...]:
     """`ModelConfig.layer_ropes` of a model whose rotated layers have `rope`."""
     if family.rotated_layers is None:
         return ()
-    return tuple(rope if rotated else NO_ROTATION for rotated in family.rotated_layers(config, num_layers))
+    return tuple(rope if rotated else NO_ROTATION for rotated in family.rotated_layers(config, windows))
 
 
 def _default(params: Settings, sizes: _Sizes) -> RopeScaling | None:

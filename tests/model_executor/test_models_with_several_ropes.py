@@ -50,6 +50,9 @@ MODELS = [
     "glm4_yarn",
     "seed_oss",
     "seed_oss_out",
+    "exaone4",
+    "exaone4_types",
+    "exaone4_full",
 ]
 
 

@@ -32,6 +32,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("glm4_yarn", True),
         ("seed_oss", True),
         ("seed_oss_out", False),
+        ("exaone4", False),
+        ("exaone4_types", True),
         ("gemma2_scores", False),
         ("gemma2", True),
         ("gemma3_scaled", False),

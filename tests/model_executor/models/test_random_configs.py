@@ -118,6 +118,19 @@ OF_FAMILY = {
     "glm": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
     "glm4": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
     "seed_oss": some(attention_bias=[False, True], attention_out_bias=[False, True], mlp_bias=[False, True]),
+    "exaone4": st.builds(
+        dict.__or__,
+        some(sliding_window=[1, 5, 9]),
+        st.sampled_from(
+            [
+                {},
+                {"sliding_window_pattern": 1},
+                {"sliding_window_pattern": 2},
+                {"num_hidden_layers": 2, "layer_types": TWO_TYPES},
+                {"num_hidden_layers": 2, "sliding_window": None, "layer_types": TWO_TYPES[1:] * 2},
+            ]
+        ),
+    ),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(
         no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],

@@ -17,6 +17,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import create_attention_backend
 from tercet.model_executor.forward_batch import ForwardBatch
 from tercet.model_executor.layers.kinds import layers_for
+from tercet.model_executor.layers.layernorm import RMSNorm
 from tercet.model_executor.models.decoder import Decoder
 from tercet.model_executor.models.family import family_of
 from tercet.model_executor.models.parameters import WHOLE, Shard, Split, decoder_parameters, rank_config
@@ -73,6 +74,11 @@ def prefill(num_tokens: int) -> ForwardBatch:
     )
 
 
+def input_of(norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """What a layer gets. Without a norm that would be the sum, but x shows as much."""
+    return x if norm is None else norm(x, residual)
+
+
 def compare(config: ModelConfig, size: int, backend: str = "torch", quantization: str | None = None) -> None:
     """Run every layer whole and in shards, on the same inputs."""
     whole = Rank(config, WHOLE, backend, quantization)
@@ -86,7 +92,7 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
         assert torch.equal(one.model.embed_tokens(batch.input_ids, batch), x), "each rank embeds all tokens"
     for index, layer in enumerate(whole.model.layers):
         parts = [rank.model.layers[index] for rank in ranks]
-        normed = layer.input_norm(x, residual)
+        normed = input_of(layer.input_norm, x, residual)
         residual = x if residual is None else residual
         attended = layer.attention(
             layer.qkv_proj(normed, batch), whole.model.rotary(batch.positions)[layer.rope], batch
@@ -99,7 +105,7 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
         projected = layer.o_proj(attended, batch)
         summed = sum(part.o_proj(own, batch) for part, own in zip(parts, by_rank, strict=True))
         assert close(summed, projected), "outputs of a row split are added, the bias once"
-        normed = layer.post_attention_norm(projected, residual)
+        normed = input_of(layer.post_attention_norm, projected, residual)
         if config.is_sparse(index):
             x = layer.experts(normed, batch)
             assert close(sum(part.experts(normed, batch) for part in parts), x), "each rank has a part of each expert"
@@ -156,6 +162,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "gpt_oss",
         "glm4",
         "seed_oss",
+        "exaone4",
     ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:

@@ -48,6 +48,9 @@ CPU = torch.device("cpu")
         ("glm4_yarn", "glm4"),
         ("seed_oss", "seed_oss"),
         ("seed_oss_out", "seed_oss"),
+        ("exaone4", "exaone4"),
+        ("exaone4_types", "exaone4"),
+        ("exaone4_full", "exaone4"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
