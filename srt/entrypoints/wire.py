@@ -183,8 +183,19 @@ class BodyCodec(Generic[T]):
 
 def shown(value: object) -> str:
     """A client's value for an error message: on one line, and cut if it is long."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:  # the thread that decodes a large body has room for more levels than the event loop
+        return "a value that is nested too deeply"
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+def are_equal(one: object, other: object, param: str) -> bool:
+    """Whether two of a client's values are equal. Raises InvalidRequest if they have too many levels to compare."""
+    try:
+        return one == other
+    except RecursionError:
+        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
 
 
 def _join(path: str, name: str | None) -> str | None:

@@ -24,7 +24,7 @@ from ..options import options_of
 from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large
 from ..sse import answer, event
-from ..wire import BodyCodec, shown
+from ..wire import BodyCodec, are_equal, shown
 from .chat_protocol import (
     MAX_MESSAGES,
     ChatBody,
@@ -194,7 +194,7 @@ def _template_kwargs(server: Server, body: ChatBody, plan: AnswerPlan) -> Mappin
         value = getattr(body, name)
         if value is None:
             continue
-        if kwargs.get(name, value) != value:
+        if not are_equal(kwargs.get(name, value), value, name):
             raise InvalidRequest(
                 f"{name} and chat_template_kwargs.{name} must be equal if both are given, "
                 f"got {shown(value)} and {shown(kwargs[name])}",

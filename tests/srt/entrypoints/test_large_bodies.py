@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -183,3 +184,23 @@ def test_a_body_counts_until_its_request_is_answered(site: Site, monkeypatch: py
         return [refused, await first, await site.client.post("/generate", content=body)]
 
     assert [one.status_code for one in site.run(several())] == [503, 200, 200]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"documents": [DEEP], "chat_template_kwargs": {"documents": [DEEP]}',
+        '"documents": [DEEP], "chat_template_kwargs": {"documents": DEEP}',
+        '"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": DEEP}',
+    ],
+)
+def test_a_value_with_more_levels_than_the_loop_has_room_for_is_no_failure(site: Site, fields: str) -> None:
+    """The thread that decodes a large body has room for about as many levels as Python's limit."""
+    text = f'{{"messages": [{{"role": "user", "content": "a"}}], {fields}}}{" " * SMALL_BODY_BYTES}'
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 200, limit):
+        deep = '{"a":' * depth + "1" + "}" * depth
+        answer = site.post("/v1/chat/completions", text.replace("DEEP", deep).encode())
+        refused = answer.status_code == 400 and ("too deeply" in answer.text or "must be equal" in answer.text)
+        assert answer.status_code == 200 or refused, f"{depth}: {answer.text}"
+    assert refused, "more levels than the thread has room for"
