@@ -56,9 +56,14 @@ def check_file(flag: str, path: str | Path | None) -> None:
     """
     if not path:
         return
-    if Path(path).is_dir() or not Path(path).parent.is_dir():
+    try:
+        is_file = not Path(path).is_dir() and Path(path).parent.is_dir()
+        exists = Path(path).exists()
+    except OSError as error:  # a name that no file can have
+        raise ValueError(f"{flag}: {error}") from error
+    if not is_file:
         raise ValueError(f"{flag} must name a file in a folder that exists, got {str(path)!r}")
-    if not os.access(path if Path(path).exists() else Path(path).parent, os.W_OK):
+    if not os.access(path if exists else Path(path).parent, os.W_OK):
         raise ValueError(f"{flag} must name a file that can be written, got {str(path)!r}")
 
 

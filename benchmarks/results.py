@@ -145,7 +145,10 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
 def output_folder(text: str) -> Path:
     """A folder, or a path at which one can be made. So this is found before the run, not after it."""
     path = Path(text)
-    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    try:
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    except OSError as error:  # a name that no folder can have
+        raise argparse.ArgumentTypeError(str(error)) from None
     if not nearest.is_dir():
         raise argparse.ArgumentTypeError(f"{str(nearest)!r} is no folder")
     if not os.access(nearest, os.W_OK | os.X_OK):

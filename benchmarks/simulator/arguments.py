@@ -88,6 +88,8 @@ _NOT_SIMULATED = (
 """Settings of the engine that a simulation would ignore: it has no lower tiers, and writes and publishes nothing."""
 _DEFAULT_POOL_TOKENS = 65_536
 _DEFAULT_REQUESTS = 1_000
+_MAX_CONCURRENCY = 1_000_000
+"""The simulation has a number for each place."""
 _DEFAULT_ROUND_TRIP_MS = 2.0
 
 
@@ -220,6 +222,8 @@ def _complete(options: argparse.Namespace) -> None:
         options.traffic = "replay"
     if options.max_concurrency is None and options.round_trip is not None:
         raise ValueError("--round-trip has no effect without --max-concurrency")
+    if options.max_concurrency is not None and options.max_concurrency > _MAX_CONCURRENCY:
+        raise ValueError(f"--max-concurrency must be at most {_MAX_CONCURRENCY}, got {options.max_concurrency}")
     if options.max_concurrency is not None and options.round_trip is None:
         options.round_trip = _DEFAULT_ROUND_TRIP_MS
     options.traffic = options.traffic or "random"

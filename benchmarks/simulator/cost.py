@@ -83,11 +83,11 @@ def load_profile(named: str) -> DeviceProfile:
     if named in PROFILES:
         return PROFILES[named]
     path = Path(named)
-    if not path.is_file():
-        raise ValueError(f"--cost must be a JSON file or one of {', '.join(PROFILES)}, got {named!r}")
     try:
+        if not path.is_file():
+            raise ValueError(f"--cost must be a JSON file or one of {', '.join(PROFILES)}, got {named!r}")
         return msgspec.json.decode(path.read_bytes(), type=DeviceProfile)
-    except msgspec.MsgspecError as error:
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise ValueError(f"--cost {named}: {error}") from error
 
 

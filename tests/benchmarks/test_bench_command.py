@@ -91,6 +91,13 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["scheduler", "--results", __file__], f"--results: {__file__!r} is no folder"),
         (["compare", "--models", "x", "--logs", __file__], f"--logs: {__file__!r} is no folder"),
         (["scheduler", "--results", f"{__file__}/new"], f"--results: {__file__!r} is no folder"),
+        (["scheduler", "--results", "x" * 300], "--results: [Errno 36] File name too long"),
+        (["scheduler", "--save-cost", "x" * 300], "--save-cost: [Errno 36] File name too long"),
+        (["scheduler", "--plot", "x" * 300], "--plot: [Errno 36] File name too long"),
+        (["serving", "--output-file", "x" * 300], "--output-file: [Errno 36] File name too long"),
+        (["scheduler", "--cost", "x" * 300], "[Errno 36] File name too long"),
+        (["scheduler", "--cost", "/proc/self/mem"], "--cost /proc/self/mem: [Errno 5] Input/output error"),
+        (["scheduler", "--max-concurrency", "9" * 20], f"--max-concurrency must be at most 1000000, got {'9' * 20}"),
     ],
 )
 def test_a_wrong_value_is_said_before_anything_runs(
