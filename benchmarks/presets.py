@@ -7,6 +7,7 @@ A benchmark's `--model-path` accepts a preset's name or a path. A preset's path 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ def model_path(model: str) -> str:
     """The path of a preset's config.json, or `model` itself if it is a path. Raises ValueError."""
     if model in PRESETS:
         return str(_FOLDER / f"{model}.json")
-    if not Path(model).exists():
+    if not os.path.exists(model):  # False also for a name that no file can have
         raise ValueError(f"--model-path must be a path or one of {', '.join(PRESETS)}, got {model!r}")
     return model
 

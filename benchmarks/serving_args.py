@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ def _complete(options: argparse.Namespace) -> None:
             )
     if name in _NEEDS_FILE and options.dataset_path is None:
         raise ValueError(f"--dataset-name {name} needs --dataset-path, because no dataset is downloaded")
-    if options.dataset_path is not None and not options.dataset_path.exists():
+    if options.dataset_path is not None and not os.path.exists(options.dataset_path):
         raise ValueError(f"--dataset-path: {options.dataset_path} does not exist")
     if name in _GSP:
         available = options.gsp_num_groups * options.gsp_prompts_per_group

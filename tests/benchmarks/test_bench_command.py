@@ -95,6 +95,8 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["scheduler", "--save-cost", "x" * 300], "--save-cost: [Errno 36] File name too long"),
         (["scheduler", "--plot", "x" * 300], "--plot: [Errno 36] File name too long"),
         (["serving", "--output-file", "x" * 300], "--output-file: [Errno 36] File name too long"),
+        (["serving", "--dataset-path", "x" * 300], f"--dataset-path: {'x' * 300} does not exist"),
+        (["offline", "--model-path", "x" * 300], "--model-path must be a path or one of"),
         (["scheduler", "--cost", "x" * 300], "[Errno 36] File name too long"),
         (["scheduler", "--cost", "/proc/self/mem"], "--cost /proc/self/mem: [Errno 5] Input/output error"),
         (["scheduler", "--max-concurrency", "9" * 20], f"--max-concurrency must be at most 1000000, got {'9' * 20}"),
