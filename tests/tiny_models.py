@@ -18,6 +18,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -206,6 +207,10 @@ CONFIGS = {
         text_config=GEMMA, vision_config=TINY_VISION, eos_token_id=2, image_token_index=130
     ),
     "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": lambda: OlmoeConfig(**BASE, num_experts=6, num_experts_per_tok=3),
+    "olmoe_normalized": lambda: OlmoeConfig(
+        **BASE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True
+    ),
     "gpt_oss": lambda: GptOssConfig(
         **BASE,
         head_dim=16,
@@ -279,7 +284,8 @@ def stored_tensors(model):
         if not is_experts or model.config.model_type == "gpt_oss":
             found[name] = tensor
             continue
-        names = ("gate_proj", "up_proj", "down_proj") if model.config.model_type == "qwen3_moe" else ("w1", "w3", "w2")
+        mixtral_names = "w1", "w3", "w2"
+        names = mixtral_names if model.config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         parts = dict(zip(names[:2], tensor.chunk(2, 1), strict=True)) if last == "gate_up_proj" else {names[2]: tensor}
         for part, stack in parts.items():
             found |= {f"{stem}.experts.{number}.{part}.weight": matrix for number, matrix in enumerate(stack)}

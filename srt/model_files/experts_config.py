@@ -81,6 +81,16 @@ def mixtral_experts(config: Settings, num_layers: int) -> ExpertsConfig:
     )
 
 
+def olmoe_experts(config: Settings, num_layers: int) -> ExpertsConfig:
+    """The experts of OLMoE: small ones in every layer."""
+    return ExpertsConfig(
+        num_experts=_num_experts(config, 64),
+        num_experts_per_token=config.integer("num_experts_per_tok", 8),
+        intermediate_size=config.integer("intermediate_size"),
+        normalized=config.flag("norm_topk_prob"),
+    )
+
+
 def gpt_oss_experts(config: Settings, num_layers: int) -> ExpertsConfig:
     """The experts of GPT-OSS. A softmax over the logits of the chosen ones gives their weights."""
     return ExpertsConfig(
@@ -93,11 +103,13 @@ def gpt_oss_experts(config: Settings, num_layers: int) -> ExpertsConfig:
     )
 
 
-def gguf_experts(config: Settings, tensors: Collection[str], gate: ClampedGate | None) -> ExpertsConfig:
-    """The experts of a GGUF file. llama.cpp divides the weights by their sum in all these architectures.
+def gguf_experts(
+    config: Settings, tensors: Collection[str], gate: ClampedGate | None, *, normalized: bool
+) -> ExpertsConfig:
+    """The experts of a GGUF file.
 
     `tensors`: the names of the file's tensors. `gate`: the activation of experts with biases. None: the experts have no
-    biases, and the activation is silu(gate) * up.
+    biases, and the activation is silu(gate) * up. `normalized`: as in ExpertsConfig.
     """
     if (name := "blk.0.ffn_gate.0.weight") in tensors:
         raise config.unsupported(
@@ -108,7 +120,7 @@ def gguf_experts(config: Settings, tensors: Collection[str], gate: ClampedGate |
         num_experts=config.integer("expert_count"),
         num_experts_per_token=config.integer("expert_used_count"),
         intermediate_size=config.integer("expert_feed_forward_length", config.integer("feed_forward_length")),
-        normalized=True,
+        normalized=normalized,
         gate=gate,
         has_biases=gate is not None,
     )

@@ -16,6 +16,7 @@ from .experts_config import (
     ReadExperts,
     gpt_oss_experts,
     mixtral_experts,
+    olmoe_experts,
     qwen_experts,
 )
 from .layer_windows import (
@@ -119,6 +120,8 @@ class Family:
     """whether a checkpoint has one tensor for the matrices of all experts of a layer"""
     gguf_gate: ClampedGate | None = None
     """the activation of experts with biases, for which GGUF files have no key; None: as in `gguf_experts`"""
+    gguf_normalized: bool = True
+    """`ExpertsConfig.normalized` of GGUF files, which have no key for it"""
 
 
 _GEMMA3 = Family(
@@ -263,6 +266,18 @@ FAMILIES: dict[str, Family] = {
         experts=mixtral_experts,
         expert_names=MIXTRAL_NAMES,
     ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        "decoder",
+        no_window,
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm="rows",
+        default_rms_norm_eps=1e-5,
+        defaults={"eos_token_id": 50279},
+        experts=olmoe_experts,
+        gguf_normalized=False,
+    ),
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         "decoder",
@@ -371,11 +386,13 @@ GGUF_ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "llama": "MixtralForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }
 """The architectures of files that have experts."""
 GGUF_ARCHITECTURES_WITH_WINDOWS = {"olmo2": "Olmo3ForCausalLM"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import numpy as np
 
 from ..errors import ModelNotSupported
-from .experts_config import gguf_experts
+from .experts_config import ExpertsConfig, gguf_experts
 from .families import (
     FAMILIES,
     GGUF_ARCHITECTURES,
@@ -127,7 +127,7 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm=family.qk_norm or "heads" if "blk.0.attn_q_norm.weight" in tensors else None,
-        experts=None if family.experts is None else gguf_experts(config, tensors, family.gguf_gate),
+        experts=_experts(config, family, tensors),
         bos_token_id=_token_id(metadata, "bos"),
         eos_token_ids=tuple(dict.fromkeys(token for token in special if token is not None)),
         dtype=_dtype(tensors[f"{first_projection}.weight"].type),
@@ -171,6 +171,12 @@ def _architecture(config: Settings, arch: str) -> str:
     if arch in GGUF_ARCHITECTURES_WITH_WINDOWS and config.integer("attention.sliding_window", 0, minimum=0):
         return GGUF_ARCHITECTURES_WITH_WINDOWS[arch]
     return GGUF_ARCHITECTURES[arch]
+
+
+def _experts(config: Settings, family: Family, tensors: Collection[str]) -> ExpertsConfig | None:
+    if family.experts is None:
+        return None
+    return gguf_experts(config, tensors, family.gguf_gate, normalized=family.gguf_normalized)
 
 
 def _windows(config: Settings, family: Family, num_layers: int) -> SlidingWindows:

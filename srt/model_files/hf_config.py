@@ -44,6 +44,8 @@ def config_from_hf(
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if config.flag(key, causal) != causal:
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported: attention here is always causal")
+    if config.get("clip_qkv") is not None:
+        raise config.unsupported(f"clip_qkv={config.get('clip_qkv')!r} is not supported; supported: null")
     soft_caps = [config.optional_number(key) for key in SOFT_CAP_KEYS]
     for key, cap in zip(SOFT_CAP_KEYS, soft_caps, strict=True):
         if cap is not None and not family.has_soft_caps:

@@ -32,9 +32,21 @@ CONFIG_WITH_EXPERTS = replace(CONFIG, architecture="Qwen3MoeForCausalLM", expert
 CLAMPED = replace(EXPERTS, gate=ClampedGate(1.702, 0.5), has_biases=True)
 CONFIGS = {
     "qwen3_moe": CONFIG_WITH_EXPERTS,
+    "olmoe": replace(
+        CONFIG, architecture="OlmoeForCausalLM", experts=replace(EXPERTS, normalized=False), qk_norm="rows"
+    ),
     "gpt_oss": replace(CONFIG, architecture="GptOssForCausalLM", experts=CLAMPED, qkv_bias=True, o_bias=True),
 }
-MODELS = ["qwen3_moe", "qwen3_moe_sparse", "mixtral", "mixtral_window", "gpt_oss", "gpt_oss_full"]
+MODELS = [
+    "qwen3_moe",
+    "qwen3_moe_sparse",
+    "mixtral",
+    "mixtral_window",
+    "gpt_oss",
+    "gpt_oss_full",
+    "olmoe",
+    "olmoe_normalized",
+]
 
 
 def compiled_runner(runner: ModelRunner) -> ModelRunner:

@@ -25,6 +25,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("smollm3_window", True),
         ("olmo2_scaled", False),
         ("olmo3", False),
+        ("olmoe", False),
+        ("olmoe_normalized", True),
         ("granite", False),
         ("granite_biases", True),
         ("olmo2", True),

@@ -99,6 +99,12 @@ OF_FAMILY = {
     "llama": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "mistral": some(sliding_window=[None, 3, 7]),
     "mixtral": some(sliding_window=[None, 3, 7], num_local_experts=[2, 3, 9], num_experts_per_tok=[1]),
+    "olmoe": some(
+        attention_bias=[False, True],
+        norm_topk_prob=[False, True],
+        num_experts_per_tok=[1, 4],
+        num_experts=[8, 11],
+    ),
     "olmo2": some(attention_bias=[False, True]),
     "olmo3": st.builds(
         dict.__or__,
@@ -186,6 +192,8 @@ def configs(draw):
         kind, rope = draw(phi_ropes())
         shape.pop("head_dim", None)
         shape |= draw(some(original_max_position_embeddings=[16, 64]))
+    if family == "olmoe":  # the norms of transformers have hidden_size / num_attention_heads numbers for each head
+        shape.pop("head_dim", None)
     if family == "mixtral":  # without it, transformers cannot make the frequencies of yarn
         shape.setdefault("head_dim", 16)
     if family == "olmo3":

@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
         ("phi3_partial", "phi3"),
         ("qwen3_moe_all", "qwen3moe"),
         ("mixtral", "llama"),
+        ("olmoe", "olmoe"),
         ("smollm3_default", "smollm3"),
         ("gemma2", "gemma2"),
         ("gemma3_default", "gemma3"),

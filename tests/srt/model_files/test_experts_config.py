@@ -46,6 +46,8 @@ EXPERTS = {
     "qwen3_moe_all": ExpertsConfig(num_experts=8, num_experts_per_token=4, intermediate_size=32, normalized=True),
     "mixtral": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=96, normalized=True),
     "mixtral_window": ExpertsConfig(num_experts=3, num_experts_per_token=1, intermediate_size=96, normalized=True),
+    "olmoe": ExpertsConfig(num_experts=6, num_experts_per_token=3, intermediate_size=96, normalized=False),
+    "olmoe_normalized": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=96, normalized=True),
     "gpt_oss": ExpertsConfig(
         num_experts=5,
         num_experts_per_token=2,
@@ -74,7 +76,7 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.feed_forward_widths == widths.get(name, (96,))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
 def test_defaults_of_experts_are_those_of_transformers(model_type, load):
     bare = {key: value for key, value in QWEN_MOE.items() if key != "architectures"} | {"model_type": model_type}
     config, theirs = load(bare), AutoConfig.for_model(**bare)
@@ -82,7 +84,7 @@ def test_defaults_of_experts_are_those_of_transformers(model_type, load):
         num_experts=theirs.num_experts,
         num_experts_per_token=theirs.num_experts_per_tok,
         intermediate_size=theirs.moe_intermediate_size if model_type == "qwen3_moe" else theirs.intermediate_size,
-        normalized=model_type != "qwen3_moe",
+        normalized=model_type not in ("qwen3_moe", "olmoe"),
         gate=ClampedGate(theirs.swiglu_alpha, theirs.swiglu_limit) if model_type == "gpt_oss" else None,
         has_biases=model_type == "gpt_oss",
     )
@@ -99,6 +101,10 @@ def test_defaults_of_experts_are_those_of_transformers(model_type, load):
         ({"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of integers of at least 0"),
         ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of integers of at least 0"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        (
+            {"architectures": [], "model_type": "olmoe", "clip_qkv": 8.0},
+            "clip_qkv=8.0 is not supported; supported: null",
+        ),
         ({"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers with use_sliding_window"),
         ({"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, "layer_types in a Qwen3Moe config"),
     ],
@@ -127,13 +133,13 @@ def test_layers_of_a_model_with_experts(load):
     assert load(QWEN_MOE | window).sliding_windows == (8,) * 3
 
 
-@pytest.mark.parametrize(("name", "arch"), [("mixtral", "llama"), ("qwen3_moe_all", "qwen3moe")])
+@pytest.mark.parametrize(("name", "arch"), [("mixtral", "llama"), ("qwen3_moe_all", "qwen3moe"), ("olmoe", "olmoe")])
 def test_gguf_files(tmp_path, name, arch):
     model = make_model(name)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, arch))
     assert config.architecture == type(model).__name__ and config.experts == EXPERTS[name]
-    # llama.cpp divides the weights of all files by their sum
-    model.config.norm_topk_prob = False
+    # llama.cpp divides the weights by their sum or not for all files of an architecture
+    model.config.norm_topk_prob = not EXPERTS[name].normalized
     assert load_model_config(write_gguf(tmp_path / "m.gguf", model, arch)).experts == EXPERTS[name]
 
 

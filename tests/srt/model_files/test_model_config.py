@@ -81,7 +81,8 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.tie_word_embeddings == source.tie_word_embeddings
     assert config.rope.theta == source.rope_parameters["rope_theta"]
     assert config.rms_norm_eps == source.rms_norm_eps
-    assert config.qk_norm == {"qwen3": "heads", "qwen3_moe": "heads", "olmo2": "rows"}.get(source.model_type)
+    norms = {"qwen3": "heads", "qwen3_moe": "heads", "olmo2": "rows", "olmoe": "rows"}
+    assert config.qk_norm == norms.get(source.model_type)
     assert config.qkv_bias == (source.model_type == "qwen2" or getattr(source, "attention_bias", False))
     bias_of_output = "attention_out_bias" if source.model_type == "seed_oss" else "attention_bias"
     assert config.o_bias == getattr(source, bias_of_output, False)
