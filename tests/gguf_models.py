@@ -69,6 +69,7 @@ OF_ARCH = {
     "seed_oss": SEED_OSS,
     "gpt-oss": GPT_OSS,
 }
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 GPT_OSS_EXPERTS = {
     "gate_up_proj": {"gate_proj.weight": _EVEN, "up_proj.weight": _ODD},
@@ -146,13 +147,16 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         for name, tensor in model.state_dict().items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings) and name not in drop
     }
+    if arch == "granitemoe":
+        names = {name: name.replace(".block_sparse_moe.router", ".mlp.gate") for name in tensors}
+        tensors = {names[name].replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in tensors.items()}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
-        writer.add_expert_count(config.num_experts)
+        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     keys = dict(keys or {})
     if arch in ("olmo2", "exaone4") and getattr(config, "sliding_window", None):
@@ -160,7 +164,7 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         keys.setdefault(
             "attention.sliding_window_pattern", [kind == "sliding_attention" for kind in config.layer_types]
         )
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -205,9 +209,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for name, array in with_stacked_experts(tensors, arch).items():
-        if arch in ("llama", "smollm3", "granite") and "q_proj" in name:
+        if arch in PERMUTED and "q_proj" in name:
             array = interleave_halves(array, config.num_attention_heads)
-        if arch in ("llama", "smollm3", "granite") and "k_proj" in name:
+        if arch in PERMUTED and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
         is_plain = array.ndim == 1 or name.endswith(("mlp.gate.weight", "mlp.router.weight", ".bias"))
         used = Kind.F32 if is_plain else (kinds or {}).get(name, kind)

@@ -13,6 +13,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -77,6 +78,13 @@ TINY_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+
+GRANITE_NAMES = {
+    "router.weight": "router.layer.weight",
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+}
+"""Parts of the names of tensors that a checkpoint has in another form than transformers has in memory."""
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**BASE),
@@ -148,6 +156,10 @@ CONFIGS = {
     ),
     "granite": lambda: GraniteConfig(**GRANITE, tie_word_embeddings=True),
     "granite_biases": lambda: GraniteConfig(**GRANITE | {"logits_scaling": 8.0}, attention_bias=True, mlp_bias=True),
+    "granitemoe": lambda: GraniteMoeConfig(
+        **GRANITE, num_local_experts=6, num_experts_per_tok=3, tie_word_embeddings=True
+    ),
+    "granitemoe_biases": lambda: GraniteMoeConfig(**GRANITE, attention_bias=True, num_local_experts=3),
     # The configs of GLM add their partial_rotary_factor to the dict that they get.
     "glm": lambda: GlmConfig(**BASE, head_dim=24, rope_parameters=dict(SMALL_THETA)),
     "glm_whole": lambda: GlmConfig(
@@ -280,6 +292,9 @@ def stored_tensors(model):
     for name, tensor in model.state_dict().items():
         if model.config.model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        if model.config.model_type == "granitemoe":
+            for of_transformers, of_files in GRANITE_NAMES.items():
+                name = name.replace(of_transformers, of_files)
         stem, is_experts, last = name.partition(".experts.")
         if not is_experts or model.config.model_type == "gpt_oss":
             found[name] = tensor

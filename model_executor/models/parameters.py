@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ...srt.model_files.experts_config import QWEN_NAMES
+from ...srt.model_files.experts_config import GGUF_NAMES
 from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
 
@@ -270,14 +270,18 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
     count, inter = experts.num_experts, experts.intermediate_size
-    is_gguf = config.load_format == "gguf"
-    names = QWEN_NAMES if is_gguf else FAMILIES[config.architecture].expert_names
+    names = GGUF_NAMES if config.load_format == "gguf" else FAMILIES[config.architecture].expert_names
     source = f"model.layers.{layer}."
 
-    def part(module: str, shape: tuple[int, int], expert: int) -> Part:
-        if is_gguf:  # a tensor has the rows of all experts
-            return Part(f"{source}{names.experts}{module}.weight", shape, expert * shape[0], count * shape[0])
-        return Part(f"{source}{names.experts}{expert}.{module}.weight", shape)
+    def parts(modules: tuple[str, ...], shape: tuple[int, int], expert: int) -> tuple[Part, ...]:
+        if not names.has_rows_of_all:
+            return tuple(Part(f"{source}{names.experts}{expert}.{module}.weight", shape) for module in modules)
+        in_tensor = len(modules) // len(set(modules))  # the matrices of an expert
+        firsts = (expert * in_tensor + place % in_tensor for place in range(len(modules)))
+        return tuple(
+            Part(f"{source}{names.experts}{module}.weight", shape, first * shape[0], count * in_tensor * shape[0])
+            for module, first in zip(modules, firsts, strict=True)
+        )
 
     def with_bias(weight: Parameter, split: Split) -> Iterator[Parameter]:
         yield weight
@@ -289,8 +293,8 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     yield from with_bias(router, Split.REPLICATED)
     for expert in range(count):
         gate_up_name, down_name = expert_names(layer, expert)
-        gate_up = part(names.gate, (inter, hidden), expert), part(names.up, (inter, hidden), expert)
-        down = (part(names.down, (hidden, inter), expert),)
+        gate_up = parts((names.gate, names.up), (inter, hidden), expert)
+        down = parts((names.down,), (hidden, inter), expert)
         yield from with_bias(Parameter(gate_up_name, (2 * inter, hidden), gate_up, Split.COLUMNS), Split.COLUMNS)
         yield from with_bias(Parameter(down_name, (hidden, inter), down, Split.ROWS), Split.FIRST_RANK)
 

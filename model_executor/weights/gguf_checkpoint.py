@@ -66,7 +66,7 @@ _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
 _BIASES_OF_EXPERTS = "_exps.bias"
 # In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.
-_PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite")
+_PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite", "granitemoe")
 
 
 _CPU = torch.device("cpu")

@@ -21,6 +21,9 @@ _INTEGER_ENDINGS = (".qweight", ".weight_packed")
 """What the names of matrices of integers end with, in the formats whose names differ from those of other matrices."""
 _STACKED_ENDINGS = (".experts.gate_up_proj", ".experts.down_proj")
 """What the names of the matrices of all experts in one tensor end with. transformers has them so in memory."""
+_ROWS_OF_EXPERTS_ENDINGS = (".input_linear.weight", ".output_linear.weight")
+"""What the names of tensors [experts, rows, columns] end with that are read as one matrix with the rows of all experts
+(Granite)."""
 _PREFIX = "model."
 """What the names of all tensors but the output head begin with, unless the model was saved without an output head."""
 _IN_LANGUAGE_MODEL = re.compile(r"language_model\.(model\.|(?P<head>lm_head\.))|model\.language_model\.")
@@ -69,11 +72,14 @@ class SafetensorsCheckpoint:
         self.names = frozenset(self._stored_name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file(name).shape(self._stored_name[name])
+        shape = self._file(name).shape(self._stored_name[name])
+        return (shape[0] * shape[1], shape[2]) if self._has_rows_of_experts(name) else shape
 
     def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
         self.dtype(name)
         tensor = self._file(name)[self._stored_name[name]]
+        if self._has_rows_of_experts(name):
+            tensor = tensor.flatten(0, 1)
         return tensor if region is None else tensor[region]
 
     def has_form(self, name: str, form: str) -> bool:
@@ -89,6 +95,9 @@ class SafetensorsCheckpoint:
                 f"tensor {name!r} is {dtype_name(dtype)}, but config.json has no quantization_config for it"
             )
         return dtype
+
+    def _has_rows_of_experts(self, name: str) -> bool:
+        return name.endswith(_ROWS_OF_EXPERTS_ENDINGS) and len(self._file(name).shape(self._stored_name[name])) == 3
 
     def _file(self, name: str) -> SafetensorsFile:
         return self._file_of[self._stored_name[name]]

@@ -46,11 +46,19 @@ class ExpertNames(NamedTuple):
     gate: str
     up: str
     down: str
+    has_rows_of_all: bool = False
+    """Whether a tensor has the rows of all experts, one expert after another, so that names have no numbers. If gate
+    and up have one name, the rows of gate come before those of up in each expert."""
 
 
 QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts.", "gate_proj", "up_proj", "down_proj")
 GPT_OSS_NAMES = QWEN_NAMES._replace(router="mlp.router")
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", "w1", "w3", "w2")
+GRANITE_NAMES = ExpertNames(
+    "block_sparse_moe.router.layer", "block_sparse_moe.", "input_linear", "input_linear", "output_linear", True
+)
+GGUF_NAMES = QWEN_NAMES._replace(has_rows_of_all=True)
+"""The names that gguf_checkpoint.py gives to the tensors of all architectures."""
 
 ReadExperts: TypeAlias = Callable[[Settings, int], ExpertsConfig | None]
 """Reads the experts of a model from its config.json and its number of layers. None: all layers are dense."""
@@ -72,7 +80,7 @@ def qwen_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
 
 
 def mixtral_experts(config: Settings, num_layers: int) -> ExpertsConfig:
-    """The experts of Mixtral: each is as large as the feed-forward layer of a dense model."""
+    """The experts of Mixtral and Granite: each is as large as the feed-forward layer of a dense model."""
     return ExpertsConfig(
         num_experts=_num_experts(config, 8),
         num_experts_per_token=config.integer("num_experts_per_tok", 2),

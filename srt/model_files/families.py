@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from .experts_config import (
     GPT_OSS_NAMES,
+    GRANITE_NAMES,
     MIXTRAL_NAMES,
     QWEN_NAMES,
     ClampedGate,
@@ -211,6 +212,17 @@ _GLM = Family(
     },
 )
 
+_GRANITE = Family(
+    "granite",
+    "decoder",
+    no_window,
+    qkv_bias=None,
+    o_bias=None,
+    mlp_bias=None,
+    has_multipliers=True,
+    defaults={"bos_token_id": 1, "eos_token_id": 2},
+)
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -300,15 +312,13 @@ FAMILIES: dict[str, Family] = {
         defaults=_OLMO2.defaults | {"sliding_window": 4096},
         gguf_window_period=4,
     ),
-    "GraniteForCausalLM": Family(
-        "granite",
-        "decoder",
-        no_window,
-        qkv_bias=None,
-        o_bias=None,
-        mlp_bias=None,
-        has_multipliers=True,
-        defaults={"bos_token_id": 1, "eos_token_id": 2},
+    "GraniteForCausalLM": _GRANITE,
+    "GraniteMoeForCausalLM": dataclasses.replace(
+        _GRANITE,
+        model_type="granitemoe",
+        mlp_bias=False,
+        experts=mixtral_experts,
+        expert_names=GRANITE_NAMES,
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": dataclasses.replace(
@@ -387,12 +397,14 @@ GGUF_ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "llama": "MixtralForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
 }
 """The architectures of files that have experts."""
 GGUF_ARCHITECTURES_WITH_WINDOWS = {"olmo2": "Olmo3ForCausalLM"}

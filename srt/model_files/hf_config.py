@@ -38,6 +38,8 @@ def config_from_hf(
         config = _text_config(config)
     config = config.with_defaults(family.defaults)
     quantization = read_quantization_config(config, older_quantization, stacked_experts=family.stacked_experts)
+    if quantization is not None and family.expert_names.has_rows_of_all:
+        raise config.unsupported(f"quantization_config is not supported for {architecture}")
     for key in ("rope_interleaved", "use_mrope"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")

@@ -46,6 +46,7 @@ MODELS = [
     "gpt_oss_full",
     "olmoe",
     "olmoe_normalized",
+    "granitemoe",
 ]
 
 

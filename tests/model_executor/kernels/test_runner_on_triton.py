@@ -26,6 +26,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("olmo2_scaled", False),
         ("olmo3", False),
         ("olmoe", False),
+        ("granitemoe", False),
+        ("granitemoe_biases", True),
         ("olmoe_normalized", True),
         ("granite", False),
         ("granite_biases", True),

@@ -137,6 +137,15 @@ OF_FAMILY = {
             ]
         ),
     ),
+    "granitemoe": some(
+        attention_bias=[False, True],
+        embedding_multiplier=[0.5, 12],
+        residual_multiplier=[0.22, 2.0],
+        attention_multiplier=[0.0625, 0.3],
+        logits_scaling=[6.0, 16],
+        num_local_experts=[2, 3, 9],
+        num_experts_per_tok=[1],
+    ),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(
         no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],

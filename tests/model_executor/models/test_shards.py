@@ -142,6 +142,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "gemma2",
         "glm_whole",
         "seed_oss_out",
+        "granitemoe",
     ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:

@@ -38,6 +38,8 @@ CPU = torch.device("cpu")
         ("qwen3_moe_all", "qwen3moe"),
         ("mixtral", "llama"),
         ("olmoe", "olmoe"),
+        ("granitemoe", "granitemoe"),
+        ("granitemoe_biases", "granitemoe"),
         ("smollm3_default", "smollm3"),
         ("gemma2", "gemma2"),
         ("gemma3_default", "gemma3"),

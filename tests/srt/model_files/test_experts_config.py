@@ -48,6 +48,8 @@ EXPERTS = {
     "mixtral_window": ExpertsConfig(num_experts=3, num_experts_per_token=1, intermediate_size=96, normalized=True),
     "olmoe": ExpertsConfig(num_experts=6, num_experts_per_token=3, intermediate_size=96, normalized=False),
     "olmoe_normalized": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=96, normalized=True),
+    "granitemoe": ExpertsConfig(num_experts=6, num_experts_per_token=3, intermediate_size=96, normalized=True),
+    "granitemoe_biases": ExpertsConfig(num_experts=3, num_experts_per_token=2, intermediate_size=96, normalized=True),
     "gpt_oss": ExpertsConfig(
         num_experts=5,
         num_experts_per_token=2,
@@ -76,12 +78,12 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.feed_forward_widths == widths.get(name, (96,))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe"])
 def test_defaults_of_experts_are_those_of_transformers(model_type, load):
     bare = {key: value for key, value in QWEN_MOE.items() if key != "architectures"} | {"model_type": model_type}
     config, theirs = load(bare), AutoConfig.for_model(**bare)
     assert config.experts == ExpertsConfig(
-        num_experts=theirs.num_experts,
+        num_experts=theirs.num_local_experts if model_type == "granitemoe" else theirs.num_experts,
         num_experts_per_token=theirs.num_experts_per_tok,
         intermediate_size=theirs.moe_intermediate_size if model_type == "qwen3_moe" else theirs.intermediate_size,
         normalized=model_type not in ("qwen3_moe", "olmoe"),
@@ -114,6 +116,13 @@ def test_refused_of_experts(load, change, message):
         load(QWEN_MOE | change)
 
 
+def test_integers_in_experts_of_granite_are_refused(load):
+    given = {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    with pytest.raises(ValueError, match="quantization_config is not supported for GraniteMoeForCausalLM"):
+        load(QWEN_MOE | given | {"quantization_config": gptq})
+
+
 def test_layers_of_a_model_with_experts(load):
     def dense(**change):
         config = load(QWEN_MOE | change)
@@ -133,7 +142,10 @@ def test_layers_of_a_model_with_experts(load):
     assert load(QWEN_MOE | window).sliding_windows == (8,) * 3
 
 
-@pytest.mark.parametrize(("name", "arch"), [("mixtral", "llama"), ("qwen3_moe_all", "qwen3moe"), ("olmoe", "olmoe")])
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("mixtral", "llama"), ("qwen3_moe_all", "qwen3moe"), ("olmoe", "olmoe"), ("granitemoe", "granitemoe")],
+)
 def test_gguf_files(tmp_path, name, arch):
     model = make_model(name)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, arch))
@@ -161,13 +173,18 @@ def test_an_old_gguf_file_with_tensors_for_each_expert_is_refused(tmp_path):
         ("qwen3", {"expert_count": 8}, "a mixture of 8 experts is not supported with qwen3"),
         ("llama", {"expert_count": 8}, "llama.expert_used_count must be an integer"),
         ("llama", {"expert_count": 8, "expert_used_count": 9}, "from 1 to 8 experts.*got 9"),
+        (
+            "granitemoe",
+            {"expert_shared_feed_forward_length": 8},
+            "expert_shared_feed_forward_length=8 is not supported",
+        ),
         ("qwen3moe", {}, "qwen3moe.expert_count must be an integer"),
         ("llama", {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2}, "expert_gating_func=2"),
         ("qwen3moe", {"expert_count": 8, "expert_used_count": 2, "expert_shared_count": 1}, "expert_shared_count=1"),
     ],
 )
 def test_gguf_files_that_are_refused(tmp_path, arch, keys, message):
-    model = make_model("qwen3")
+    model = make_model("granitemoe" if arch == "granitemoe" else "qwen3")
     path = write_gguf(tmp_path / "m.gguf", model, arch, keys=keys)
     with pytest.raises(ValueError, match=message):
         load_model_config(path)
