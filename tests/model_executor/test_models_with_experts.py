@@ -138,7 +138,14 @@ def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: floa
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization"), [("qwen3_moe_sparse", None), ("qwen3_moe_sparse", "int4"), ("gpt_oss", None)]
+    ("name", "quantization"),
+    [
+        ("qwen3_moe_sparse", None),
+        ("qwen3_moe_sparse", "int4"),
+        ("gpt_oss", None),
+        ("granitemoe", "int8"),
+        ("olmoe", "int4"),
+    ],
 )
 def test_the_cache_has_packed_experts(
     name: str, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

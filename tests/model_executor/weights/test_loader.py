@@ -71,7 +71,7 @@ def test_missing_and_unexpected_tensors_are_named(folder):
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe_all", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe_all", "mixtral", "olmoe", "granitemoe_biases"])
 def test_stacked_experts_are_refused(tmp_path, name):
     model = make_model(name)
     save(model, tmp_path)
