@@ -24,6 +24,7 @@ LoraB<T> lora_b(const Tensor& b, std::vector<int64_t> rows) {
   constexpr int64_t kPerWord = LoraB<T>::kPerWord;
   const int64_t rank = b.size(2) * kPerWord;
   int64_t panels = 0;
+  TORCH_CHECK(!rows.empty(), "there must be rows of at least one matrix");
   for (const int64_t count : rows) {
     TORCH_CHECK(count > 0, "rows must be positive, got ", count);
     panels += ceil_div(count, kPanel);
@@ -33,7 +34,7 @@ LoraB<T> lora_b(const Tensor& b, std::vector<int64_t> rows) {
   return {b.const_data_ptr<T>(), panels, rank, std::move(rows)};
 }
 
-/// Calls f(T(), numbers of x, widen) with the type of the tables, T. If x has another type, the numbers are floats in a
+/// Calls f(T(), numbers of x, widen) with the type of the tables, T: bfloat16, or else float. If x has another type, the numbers are floats in a
 /// tensor that this call may record, and widen(rows) sets them.
 template <typename F>
 void with_lora_types(const Tensor& x, const Tensor& a, const F& f) {
@@ -42,7 +43,6 @@ void with_lora_types(const Tensor& x, const Tensor& a, const F& f) {
     f(at::BFloat16(), x.const_data_ptr<at::BFloat16>(), nothing);
     return;
   }
-  TORCH_CHECK(a.scalar_type() == at::kFloat, "a must be float or bfloat16, got ", a.scalar_type());
   TERCET_ANY_FLOAT(x.scalar_type(), [&] {
     const auto* numbers = x.const_data_ptr<scalar_t>();
     if constexpr (std::is_same_v<scalar_t, float>) {
@@ -60,10 +60,12 @@ void with_lora_types(const Tensor& x, const Tensor& a, const F& f) {
 /// adapter are not set.
 inline Tensor shrink_lora_op(
     const Tensor& x, const Tensor& a, const Tensor& ranks, const Tensor& adapters, int64_t matrices) {
+  const auto type = a.scalar_type();
+  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "a must be float or bfloat16, got ", type);
   const int64_t count = x.size(0), k = x.size(1), per_word = 4 / a.element_size();
   check(x, "x", x.scalar_type(), {count, k});
   TORCH_CHECK(k > 0 && k % per_word == 0 && matrices > 0, "x must have whole words, and there must be matrices");
-  check(a, "a", a.scalar_type(), {a.size(0), a.size(1), k / per_word, kPanel, per_word});
+  check(a, "a", type, {a.size(0), a.size(1), k / per_word, kPanel, per_word});
   const RowAdapters of_rows = row_adapters(adapters, ranks, count, a.size(0));
   const Tensor out = empty_result({count, a.size(1) * kPanel}, x.options().dtype(at::kFloat));
   with_lora_types(x, a, [&]<typename T>(T, const T* numbers, const auto& widen) {

@@ -181,6 +181,7 @@ CHANGES = [
         ({"ranks": torch.tensor([0, 17, 0])}, "slot 1 has an invalid rank: 17"),
         ({"x": torch.zeros(2, 25)}, "a must have shape"),
         ({"matrices": 0}, "there must be matrices"),
+        ({"a": torch.zeros(2, 1, 24, 16, 1, dtype=torch.float64)}, "a must be float or bfloat16, got Double"),
     ],
 )
 def test_wrong_arguments_of_a(change, named):
@@ -203,6 +204,7 @@ def test_wrong_arguments_of_a(change, named):
         ({"ranks": torch.tensor([0, 5, 0])}, "slot 1 has an invalid rank: 5"),
         ({"out": torch.zeros(2, 43)}, "out must have shape"),
         ({"rows": [42, 0]}, "rows must be positive"),
+        ({"rows": [], "out": torch.zeros(2, 0)}, "there must be rows of at least one matrix"),
         ({"shrunk": torch.zeros(1, 32)}, "shrunk must have shape"),
         ({"shrunk": torch.zeros(2, 7)}, "slot 1 has an invalid rank: 4"),
     ],
