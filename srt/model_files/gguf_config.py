@@ -17,8 +17,8 @@ from .families import (
     GGUF_ARCHITECTURES_WITH_EXPERTS,
     GGUF_ARCHITECTURES_WITH_WINDOWS,
     SOFT_CAP_KEYS,
-    Family,
 )
+from .family import Family
 from .generation_defaults import GGUF_KEYS, read_generation_defaults
 from .gguf_file import GGUFTensor
 from .gguf_model import GGUFModel

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .families import FAMILIES, SOFT_CAP_KEYS, Family, not_in_families
+from .families import FAMILIES, SOFT_CAP_KEYS, not_in_families
+from .family import Family
 from .generation_defaults import HF_KEYS, read_generation_defaults
 from .model_config import ACTIVATIONS, MAX_LAYERS, Activation, ModelConfig
 from .quantization_config import read_quantization_config

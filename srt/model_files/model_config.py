@@ -13,7 +13,8 @@ from typing import Literal, TypeAlias
 
 from ..errors import ModelNotSupported
 from .experts_config import ExpertsConfig
-from .families import FAMILIES, QKNormKind, not_in_families
+from .families import FAMILIES, not_in_families
+from .family import QKNormKind
 from .generation_defaults import GenerationDefaults
 from .layer_windows import SlidingWindows
 from .quantization_config import QuantizationConfig

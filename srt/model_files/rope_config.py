@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from .families import Family
+from .family import Family
 from .layer_windows import SlidingWindows
 from .settings import Settings, quote
 

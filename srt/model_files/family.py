@@ -1,0 +1,96 @@
+"""What a family of models may differ in from plain Llama. families.py has the families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from .experts_config import QWEN_NAMES, ClampedGate, ExpertNames, ReadExperts
+from .layer_windows import SlidingWindows
+from .settings import Settings
+
+QKNormKind: TypeAlias = Literal["heads", "rows"]
+"""What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The differences of an architecture from plain Llama.
+
+    `*_bias`: whether the layer always has a bias; None: the usual key of config.json says so; a string: this key does.
+    """
+
+    model_type: str
+    implementation: str
+    """the module of model_executor/models that implements the family"""
+    sliding_windows: Callable[[Settings, int], SlidingWindows]
+    qkv_bias: bool | str | None = False
+    o_bias: bool | str | None = False
+    mlp_bias: bool | str | None = False
+    attention_sinks: bool = False
+    """whether each head has a learned logit that joins the softmax without a value"""
+    qk_norm: QKNormKind | None = None
+    """`ModelConfig.qk_norm`"""
+    default_head_dim: int | None = None
+    """None: hidden_size / num_heads"""
+    default_rms_norm_eps: float = 1e-6
+    default_rope_theta: float = 10000.0
+    tied_by_default: bool = False
+    """whether the output head of a config without tie_word_embeddings is the embedding"""
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    """the rope settings of a config that has none; null counts as none"""
+    default_original_context_len: int | None = None
+    """For a config without original_max_position_embeddings at its top level. None: that of the rope settings."""
+    stacked_qkv: bool = False
+    """whether a checkpoint has one tensor for Q, K and V"""
+    stacked_gate_up: bool = False
+    """whether a checkpoint has one tensor for gate and up"""
+    partial_rotary: bool = False
+    """whether a config may say that only the first components of a head are rotated"""
+    interleaved_rotary: bool = False
+    """whether neighbouring components of a head are rotated together"""
+    rotated_layers: Callable[[Settings, SlidingWindows], tuple[bool, ...]] | None = None
+    """which layers have a rotary embedding; None: all"""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """the values of keys that config.json may lack; null does not stand for them"""
+    has_text_config: bool = False
+    """whether the settings of the language model are in `text_config`, beside those of other parts"""
+    activation_key: str = "hidden_act"
+    has_query_scalar: bool = False
+    """whether `query_pre_attn_scalar` replaces head_dim in the scale of attention"""
+    has_local_rope: bool = False
+    """whether layers with a window have a rotary embedding of their own"""
+    local_rope_theta: float | None = None
+    """the base of that embedding in a config that has none; None: that of the other layers"""
+    scales_embeddings: bool = False
+    """whether embeddings are multiplied by the square root of hidden_size"""
+    has_multipliers: bool = False
+    """whether a config has factors of embeddings, residuals, scores and logits (Granite)"""
+    has_soft_caps: bool = False
+    """whether a config may have soft caps of scores and logits"""
+    input_norms: bool = True
+    """`ModelConfig.input_norms`"""
+    output_norms: bool = False
+    """`ModelConfig.output_norms`"""
+    output_norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    """their names in a checkpoint: of attention, and of the feed-forward layer"""
+    norm_offset: float = 0.0
+    """`ModelConfig.norm_offset` of a Hugging Face checkpoint"""
+    gguf_window_period: int | None = None
+    """The period of the layers without a window in a GGUF file that names no period (`local_windows`). None: such
+    files may not have a window."""
+    gguf_window: int | None = 0
+    """The window of a GGUF file that names none; 0: its layers have none. None: the file must name one."""
+    gguf_layers_scaled_by_width: int | None = None
+    """Number of layers of the models whose scale of attention follows from hidden_size / num_heads. GGUF files have no
+    key for it, so llama.cpp decides it in this way, too."""
+    experts: ReadExperts | None = None
+    """reads the mixture of experts; None: all feed-forward layers are dense"""
+    expert_names: ExpertNames = QWEN_NAMES
+    stacked_experts: bool = False
+    """whether a checkpoint has one tensor for the matrices of all experts of a layer"""
+    gguf_gate: ClampedGate | None = None
+    """the activation of experts with biases, for which GGUF files have no key; None: as in `gguf_experts`"""
+    gguf_normalized: bool = True
+    """`ExpertsConfig.normalized` of GGUF files, which have no key for it"""
