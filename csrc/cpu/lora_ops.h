@@ -34,8 +34,8 @@ LoraB<T> lora_b(const Tensor& b, std::vector<int64_t> rows) {
   return {b.const_data_ptr<T>(), panels, rank, std::move(rows)};
 }
 
-/// Calls f(T(), numbers of x, widen) with the type of the tables, T: bfloat16, or else float. If x has another type, the numbers are floats in a
-/// tensor that this call may record, and widen(rows) sets them.
+/// Calls f(T(), numbers of x, widen) with the type of the tables, T: bfloat16, or else float. If x has another type,
+/// the numbers are floats in a tensor that this call may record, and widen(rows) sets them.
 template <typename F>
 void with_lora_types(const Tensor& x, const Tensor& a, const F& f) {
   const auto nothing = [](int64_t) {};
