@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3Config,
@@ -181,6 +182,8 @@ CONFIGS = {
     "seed_oss_out": lambda: SeedOssConfig(
         **BASE, head_dim=16, attention_bias=False, attention_out_bias=True, tie_word_embeddings=True
     ),
+    "ernie4_5": lambda: Ernie4_5Config(**BASE, head_dim=24, rope_parameters=dict(SMALL_THETA)),
+    "ernie4_5_biases": lambda: Ernie4_5Config(**BASE, head_dim=16, use_bias=True, tie_word_embeddings=False),
     "exaone4": lambda: Exaone4Config(**BASE | {"num_hidden_layers": 5}, sliding_window=7, head_dim=24),
     "exaone4_types": lambda: Exaone4Config(
         **BASE,

@@ -1,5 +1,5 @@
 """The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 2, Gemma 3, OLMo 2,
-OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, Seed-OSS, EXAONE 4 and GPT-OSS.
+OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, Seed-OSS, ERNIE 4.5, EXAONE 4 and GPT-OSS.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the

@@ -48,6 +48,8 @@ MODELS = [
     "glm_whole",
     "glm4",
     "glm4_yarn",
+    "ernie4_5",
+    "ernie4_5_biases",
     "seed_oss",
     "seed_oss_out",
     "exaone4",

@@ -35,6 +35,7 @@ from tercet.srt.model_files.load_config import load_model_config
         ("glm4", False),
         ("glm4_yarn", True),
         ("seed_oss", True),
+        ("ernie4_5_biases", True),
         ("seed_oss_out", False),
         ("exaone4", False),
         ("exaone4_types", True),

@@ -123,6 +123,7 @@ OF_FAMILY = {
     ),
     "glm": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
     "glm4": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
+    "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),
     "seed_oss": some(attention_bias=[False, True], attention_out_bias=[False, True], mlp_bias=[False, True]),
     "exaone4": st.builds(
         dict.__or__,

@@ -142,6 +142,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "gemma2",
         "glm_whole",
         "seed_oss_out",
+        "ernie4_5",
         "granitemoe",
     ],
 )
@@ -163,6 +164,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "gpt_oss",
         "glm4",
         "seed_oss",
+        "ernie4_5_biases",
         "exaone4",
     ],
 )

@@ -49,6 +49,7 @@ CPU = torch.device("cpu")
         ("granite_biases", "granite"),
         ("glm4", "glm4"),
         ("glm4_yarn", "glm4"),
+        ("ernie4_5", "ernie4_5"),
         ("seed_oss", "seed_oss"),
         ("seed_oss_out", "seed_oss"),
         ("exaone4", "exaone4"),
