@@ -205,6 +205,7 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         }
     has_sinks = family.attention_sinks
     if config.qk_norm is not None:
+        assert q.head_order is None, "the norms of queries and keys would need this order, too"
         sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
         for name, size in zip(("q_norm", "k_norm"), sizes, strict=True):
             norms[name] = norm._replace(name=f"self_attn.{name}", shape=(size,))
