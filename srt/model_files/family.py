@@ -18,16 +18,16 @@ QKNormKind: TypeAlias = Literal["heads", "rows"]
 class Family:
     """The differences of an architecture from plain Llama.
 
-    `*_bias`: whether the layer always has a bias; None: the usual key of config.json says so; a string: this key does.
+    `*_bias`: whether the layer always has a bias, or the key of config.json that says so.
     """
 
     model_type: str
     implementation: str
     """the module of model_executor/models that implements the family"""
     sliding_windows: Callable[[Settings, int], SlidingWindows]
-    qkv_bias: bool | str | None = False
-    o_bias: bool | str | None = False
-    mlp_bias: bool | str | None = False
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
     attention_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value"""
     qk_norm: QKNormKind | None = None

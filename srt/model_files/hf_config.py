@@ -62,7 +62,7 @@ def config_from_hf(
         )
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     for key, known in (("attention_bias", family.qkv_bias), ("mlp_bias", family.mlp_bias)):
-        if config.flag(key) and (known is False or isinstance(known, str)):
+        if config.flag(key) and known not in (True, key):
             raise config.unsupported(f"{key} is not supported for {architecture}")
     context_len = config.integer("max_position_embeddings")
     windows = family.sliding_windows(config, num_layers)
@@ -104,9 +104,9 @@ def config_from_hf(
         output_norms=family.output_norms,
         norm_offset=family.norm_offset,
         tie_word_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
-        qkv_bias=_has_bias(config, family.qkv_bias, "attention_bias"),
-        o_bias=_has_bias(config, family.o_bias, "attention_bias"),
-        mlp_bias=_has_bias(config, family.mlp_bias, "mlp_bias"),
+        qkv_bias=_has_bias(config, family.qkv_bias),
+        o_bias=_has_bias(config, family.o_bias),
+        mlp_bias=_has_bias(config, family.mlp_bias),
         qk_norm=family.qk_norm,
         experts=None if family.experts is None else family.experts(config, num_layers),
         bos_token_id=bos_ids[0] if bos_ids else None,
@@ -137,8 +137,8 @@ def _multipliers(config: Settings, family: Family, head_dim: int, dtype: str | N
     return _Multipliers((query_scalar or head_dim) ** -0.5, _rounded(root, dtype) if family.scales_embeddings else 1.0)
 
 
-def _has_bias(config: Settings, of_family: bool | str | None, usual_key: str) -> bool:
-    return of_family if isinstance(of_family, bool) else config.flag(of_family or usual_key)
+def _has_bias(config: Settings, of_family: bool | str) -> bool:
+    return config.flag(of_family) if isinstance(of_family, str) else of_family
 
 
 def _text_config(config: Settings) -> Settings:

@@ -74,7 +74,7 @@ def window_of_chosen_layers(config: Settings, num_layers: int) -> SlidingWindows
         window = config.integer("sliding_window")
     types = config.texts("layer_types")
     if types is None:
-        return tuple(None if rotated else window for rotated in rotated_layers(config, (None,) * num_layers))
+        return tuple(None if rotated else window for rotated in _rotated(config, num_layers))
     if "sliding_attention" in types and window is None:
         raise config.unsupported("layer_types with sliding_attention needs use_sliding_window and sliding_window")
     return _windows_of_types(config, types, num_layers, window)
@@ -125,7 +125,10 @@ def rotated_with_window(config: Settings, windows: SlidingWindows) -> tuple[bool
 
 
 def rotated_layers(config: Settings, windows: SlidingWindows) -> tuple[bool, ...]:
-    num_layers = len(windows)
+    return _rotated(config, len(windows))
+
+
+def _rotated(config: Settings, num_layers: int) -> tuple[bool, ...]:
     # 1 in `no_rope_layers` stands for a layer with a rotary embedding. A longer list is allowed, as in transformers.
     given = config.get("no_rope_layers")
     if given is None:
