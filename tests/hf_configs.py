@@ -1,10 +1,19 @@
-"""Compares a ModelConfig with the config that transformers makes of the same file."""
+"""Loads a config.json, and compares it with the config that transformers makes of the same file."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
+
+
+def load(folder: Path, keys: dict[str, Any]) -> ModelConfig:
+    """Loads a config.json with these keys, which it writes into the folder."""
+    (folder / "config.json").write_text(json.dumps(keys))
+    return load_model_config(folder)
 
 
 def assert_equals_transformers(config: ModelConfig, theirs: Any) -> None:

@@ -92,6 +92,14 @@ class Rig:
             "/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 3}, **body}
         )
 
+    async def generating(self) -> asyncio.Task[httpx.Response]:
+        """A request that the scheduler has received, and does not answer."""
+        self.scheduler.mute = True
+        answer = asyncio.create_task(self.generate())
+        while not self.scheduler.received:
+            await asyncio.sleep(0.001)
+        return answer
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., None]:
@@ -221,10 +229,7 @@ def test_a_tool_call_is_retained(run: Any) -> None:
 
 def test_an_error_of_the_engine_arrives_whole(run: Any) -> None:
     async def work(rig: Rig) -> None:
-        rig.scheduler.mute = True
-        answer = asyncio.create_task(rig.generate())
-        while not rig.scheduler.received:
-            await asyncio.sleep(0.001)
+        answer = await rig.generating()
         rig.manager.on_message(BrokenMessage(["1-0"], "the message broke"))
         assert (await answer).status_code == 500
         assert (await answer).json()["error"]["message"] == "the message broke"
@@ -262,10 +267,7 @@ def test_a_worker_answers_probes_itself_while_its_parent_is_silent(run: Any, mon
 
 def test_the_parent_counts_the_requests_of_clients(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(rig: Rig) -> None:
-        rig.scheduler.mute = True
-        waiting = asyncio.create_task(rig.generate())
-        while not rig.scheduler.received:
-            await asyncio.sleep(0.001)
+        waiting = await rig.generating()
         assert rig.parent._engine is not None and rig.parent._engine.limits is not None
         of_other_worker = rig.parent._engine.limits.take_now("127.0.0.1")
         assert of_other_worker.refusal is not None, "one request of this client runs in the first worker"
@@ -288,10 +290,7 @@ def test_the_parent_counts_the_requests_of_clients(run: Any, monkeypatch: pytest
 
 def test_a_worker_whose_link_is_closed_has_no_running_requests(run: Any) -> None:
     async def work(rig: Rig) -> None:
-        rig.scheduler.mute = True
-        waiting = asyncio.create_task(rig.generate())
-        while not rig.scheduler.received:
-            await asyncio.sleep(0.001)
+        waiting = await rig.generating()
         assert rig.parent._engine is not None and rig.parent._engine.limits is not None
         rig.parent.close()
         assert rig.parent._engine.limits.take_now("127.0.0.1").refusal is None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_models import write_gguf
-from hf_configs import assert_equals_transformers
+from hf_configs import assert_equals_transformers, load
 from tiny_models import CONFIGS, make_model
 from transformers import AutoConfig
 
@@ -56,11 +55,6 @@ BARE = {
     "max_position_embeddings": 128,
     "vocab_size": 131,
 }
-
-
-def load(folder: Path, keys: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(keys))
-    return load_model_config(folder)
 
 
 def rotated(config: ModelConfig) -> list[bool]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_models import write_gguf
-from hf_configs import assert_equals_transformers
+from hf_configs import assert_equals_transformers, load
 from tiny_models import CONFIGS, make_model
 from transformers import Gemma2Config
 
@@ -47,11 +46,6 @@ GEMMA2: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 256000,
 }
-
-
-def load(folder: Path, config: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(config))
-    return load_model_config(folder)
 
 
 def caps(config: ModelConfig) -> tuple[float | None, float | None]:

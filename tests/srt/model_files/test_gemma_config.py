@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_models import write_gguf
-from hf_configs import assert_equals_transformers
+from hf_configs import assert_equals_transformers, load
 from tiny_models import CONFIGS, make_model
 from transformers import Gemma3Config, Gemma3TextConfig
 
 from tercet.srt.errors import ModelNotSupported
 from tercet.srt.model_files.load_config import load_model_config
-from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import LinearScaling, RopeConfig
 
 # What the config.json of the model with 1 billion parameters says about text.
@@ -65,11 +63,6 @@ IMAGES: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
 }
-
-
-def load(folder: Path, config: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(config))
-    return load_model_config(folder)
 
 
 def test_a_model_for_text(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_configs import assert_equals_transformers
+from hf_configs import assert_equals_transformers, load
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
@@ -17,8 +17,6 @@ from tercet.benchmarks import presets
 from tercet.model_executor.layers.rotary import rope_frequencies
 from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 from tercet.srt.model_files.generation_defaults import GenerationDefaults
-from tercet.srt.model_files.load_config import load_model_config
-from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.quantization_config import Mxfp4Config
 from tercet.srt.model_files.rope_config import YarnScaling
 
@@ -32,11 +30,6 @@ BARE: dict[str, Any] = {
     "vocab_size": 131,
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024, "truncate": True}
-
-
-def load(folder: Path, keys: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(keys))
-    return load_model_config(folder)
 
 
 def test_the_published_model(tmp_path: Path) -> None:

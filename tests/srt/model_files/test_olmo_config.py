@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_models import write_gguf
-from hf_configs import assert_equals_transformers
+from hf_configs import assert_equals_transformers, load
 from tiny_models import CONFIGS, make_model
 from toy_runner import TOY
 from transformers import AutoConfig
@@ -77,11 +76,6 @@ BARE = {
     "vocab_size": 131,
 }
 EXPERTS = ExpertsConfig(num_experts=3, num_experts_per_token=2, intermediate_size=16, normalized=True)
-
-
-def load(folder: Path, keys: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(keys))
-    return load_model_config(folder)
 
 
 def test_a_published_model(tmp_path: Path) -> None:
