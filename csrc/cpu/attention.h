@@ -244,8 +244,11 @@ class Attention {
     Floats sums[kRows][2];
     // For `= {}` GCC sets the array in memory, by an instruction that took a tenth of this function's time.
     unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
-    multiply_panel<Dot<C>, kRows>(
-        q, width_, panel.numbers, kPanel * kPerWord, width_ / kPerWord, sums, panel.prefetcher(0, is_first));
+    const auto multiply = [&](auto is_first) __attribute__((always_inline)) {
+      multiply_panel<Dot<C>, kRows>(
+          q, width_, panel.numbers, kPanel * kPerWord, width_ / kPerWord, sums, panel.prefetcher(is_first, 0));
+    };
+    is_first ? multiply(std::true_type()) : multiply(std::false_type());
     unrolled<kRows>([&](auto r) {
       store_floats(scores + r * kTile, sums[r][0]);
       store_floats(scores + r * kTile + kLanes, sums[r][1]);
@@ -346,22 +349,25 @@ class Attention {
         sums[r][0] = load_floats(acc + r * width_);
         sums[r][1] = load_floats(acc + r * width_ + kLanes);
       });
-    for (int64_t t = split.weighed.from; t < split.weighed.end; ++t) {
-      const C* weights = s.weights.data() + (t * rows + row) * kTile;
-      const Panels& panels = s.panels[head * kTilesPerSplit + t];
-      const int64_t keys = s.tiles[t].num_keys;
-      for (int64_t i = 0; i < keys; i += kPanel) {
-        const auto& panel = panels.v[i / kPanel];
-        multiply_panel<Dot<C>, kRows>(
-            weights + i,
-            kTile,
-            panel.numbers + d * kPanel,
-            kPanel * kPerWord,
-            ceil_div(std::min(kPanel, keys - i), kPerWord),
-            sums,
-            panel.prefetcher(d * kPanel, first == 0));
+    const auto multiply_tiles = [&](auto is_first) __attribute__((always_inline)) {
+      for (int64_t t = split.weighed.from; t < split.weighed.end; ++t) {
+        const C* weights = s.weights.data() + (t * rows + row) * kTile;
+        const Panels& panels = s.panels[head * kTilesPerSplit + t];
+        const int64_t keys = s.tiles[t].num_keys;
+        for (int64_t i = 0; i < keys; i += kPanel) {
+          const auto& panel = panels.v[i / kPanel];
+          multiply_panel<Dot<C>, kRows>(
+              weights + i,
+              kTile,
+              panel.numbers + d * kPanel,
+              kPanel * kPerWord,
+              ceil_div(std::min(kPanel, keys - i), kPerWord),
+              sums,
+              panel.prefetcher(is_first, d * kPanel));
+        }
       }
-    }
+    };
+    first == 0 ? multiply_tiles(std::true_type()) : multiply_tiles(std::false_type());
     unrolled<kRows>([&](auto r) {
       store_floats(acc + r * width_, sums[r][0]);
       store_floats(acc + r * width_ + kLanes, sums[r][1]);

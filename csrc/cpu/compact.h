@@ -67,6 +67,7 @@ struct CompactPacked {
   /// With at most so many rows, each piece of rows unpacks the panel. Otherwise the first piece writes it to the cache.
   static constexpr int64_t kWholeRows = 2 * kMaxRows;
   static constexpr int64_t kFewRows = 0;  // one panel whose successor is prefetched is read faster than several at once
+  static constexpr bool kPrefetchesParts = false;
   static constexpr int64_t kPerWord = 2;
 
   struct Opened {

@@ -134,9 +134,10 @@ class Prefetcher {
   Prefetcher(const char* from, int64_t bytes_per_word)
       : line_(from), end_(from), bytes_per_word_(bytes_per_word), into_l1_(Tuning::get().prefetches_into_l1) {}
 
-  void operator()() { (*this)(1); }
+  /// Is called before a part of the words.
+  void begin_part(int64_t /*words*/) {}
 
-  /// Prefetches with so many words at once.
+  /// Is called before so many words.
   void operator()(int64_t words) {
     end_ += words * bytes_per_word_;
     for (; line_ < end_; line_ += 64) into_l1_ ? prefetch_line(line_) : prefetch_line_into_l2(line_);
@@ -148,6 +149,18 @@ class Prefetcher {
   bool into_l1_;
 };
 
+/// Prefetches as much for a whole part of the words, before them. Their loop then has fewer instructions.
+class PartPrefetcher {
+ public:
+  explicit PartPrefetcher(Prefetcher prefetcher) : prefetcher_(prefetcher) {}
+
+  void begin_part(int64_t words) { prefetcher_(words); }
+  void operator()(int64_t /*words*/) {}
+
+ private:
+  Prefetcher prefetcher_;
+};
+
 /// What a product prefetches. It is small enough to be passed in registers. A `Prefetcher` as an argument was written to
 /// memory in parts and read as a whole, and such a read waits until all writes before it have ended.
 struct Prefetch {
@@ -157,9 +170,15 @@ struct Prefetch {
   Prefetcher start() const { return {from, bytes_per_word}; }
 };
 
+/// The same, of which a part of the words has few lines.
+struct PrefetchOfParts : Prefetch {
+  PartPrefetcher start() const { return PartPrefetcher(Prefetch::start()); }
+};
+
 struct NoPrefetch {
   NoPrefetch start() const { return *this; }
-  void operator()() {}
+  void begin_part(int64_t) {}
+  void operator()(int64_t) {}
 };
 
 /// Addresses in kRows rows, which are `stride` numbers apart. With more than six rows, three rows share a pointer: twelve
@@ -187,11 +206,36 @@ class RowPointers {
   int64_t stride_;
 };
 
+/// Adds the products of one word of kRows rows with kPanels panels to `sums`. The arguments are those of `multiply_panel`.
+template <typename D, int kRows, int kPanels>
+[[gnu::always_inline]] inline void multiply_word(
+    const RowPointers<typename D::Row, kRows>& rows,
+    int64_t k,
+    const typename D::Panel* panel,
+    int64_t panel_stride,
+    int64_t panel_distance,
+    typename D::Sums (&sums)[kRows * kPanels][2]) {
+#pragma GCC unroll 2
+  for (int part = 0; part < D::kParts; ++part) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p) {
+      typename D::Words left, right;
+      D::load(panel + p * panel_distance + k * panel_stride, part, left, right);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const auto word = D::broadcast(rows.at(r, k * D::kPerWord), part);
+        D::add(sums[r * kPanels + p][0], word, left);
+        D::add(sums[r * kPanels + p][1], word, right);
+      }
+    }
+  }
+}
+
 /// Adds the products of kRows rows with kPanels panels to `sums`: first those of row 0 with each panel.
 ///
 /// a: rows of D::kPerWord * words numbers, a_stride numbers apart. panel: `words` rows of kPanel words, panel_stride
 /// numbers apart; the next panel is panel_distance numbers later. A row's sums with a panel grow in the order of its
-/// words, whatever the other rows and panels are. prefetch() is called once for each word.
+/// words, whatever the other rows and panels are. prefetch(n) is called before n words.
 template <typename D, int kRows, int kPanels = 1, typename P = NoPrefetch>
 inline void multiply_panel(
     const typename D::Row* a,
@@ -202,26 +246,21 @@ inline void multiply_panel(
     typename D::Sums (&sums)[kRows * kPanels][2],
     P&& prefetch = P(),
     int64_t panel_distance = 0) {
-  auto prefetch_word = prefetch;  // in registers
+  // With AVX2 a product of floats takes half a cycle, so the instructions of the loop itself count, most of all where two
+  // hardware threads share a core. Two words of the other types do not fit into the registers.
+  constexpr int64_t kWords = kLanes == 8 && std::is_same_v<D, Dot<float>> ? 2 : 1;
+  auto prefetch_words = prefetch;  // in registers
   const RowPointers<typename D::Row, kRows> rows(a, a_stride);
-  for (int64_t k = 0; k < words; ++k) {
-    prefetch_word();
+  int64_t k = 0;
+  for (; k + kWords <= words; k += kWords) {
+    prefetch_words(kWords);
 #pragma GCC unroll 2
-    for (int part = 0; part < D::kParts; ++part) {
-#pragma GCC unroll 4
-      for (int p = 0; p < kPanels; ++p) {
-        typename D::Words left, right;
-        D::load(panel + p * panel_distance + k * panel_stride, part, left, right);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          const auto word = D::broadcast(rows.at(r, k * D::kPerWord), part);
-          D::add(sums[r * kPanels + p][0], word, left);
-          D::add(sums[r * kPanels + p][1], word, right);
-        }
-      }
-    }
+    for (int i = 0; i < kWords; ++i)
+      multiply_word<D, kRows, kPanels>(rows, k + i, panel, panel_stride, panel_distance, sums);
   }
-  prefetch = prefetch_word;
+  if constexpr (kWords > 1)
+    if (k < words) multiply_word<D, kRows, kPanels>(rows, k, panel, panel_stride, panel_distance, sums);
+  prefetch = prefetch_words;
 }
 
 /// Divides [0, total) into the fewest pieces of at most kMax rows, of nearly equal size, and calls

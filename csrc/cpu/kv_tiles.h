@@ -58,10 +58,11 @@ class TileReader {
     const C* next = nullptr;  // the panel that is multiplied after this one, to be prefetched; packing prefetches by itself
 
     /// Prefetches, with every word from `number` on, as many bytes of the next panel. Only the first rows do so.
-    auto prefetcher(int64_t number, bool rows_are_first) const {
-      if constexpr (kInPanels) {
+    template <bool kIsFirst>
+    auto prefetcher(std::bool_constant<kIsFirst>, int64_t number) const {
+      if constexpr (kInPanels && kIsFirst) {
         constexpr int64_t kBytes = kPanel * kPerWord * sizeof(C);
-        return Prefetcher(reinterpret_cast<const char*>(next + number), rows_are_first ? kBytes : 0);
+        return Prefetcher(reinterpret_cast<const char*>(next + number), kBytes);
       } else {
         return NoPrefetch{};
       }

@@ -10,6 +10,7 @@
 #include "norm.h"
 #include "thread_pool.h"
 #include "tuning.h"
+#include "widened_products.h"
 
 namespace tercet {
 
@@ -67,6 +68,17 @@ inline void multiply_chunk(
   if (kInParts && is_first) begin_sums<kRows * kPanels>(sums);
   auto prefetcher = prefetch.start();
   for (int64_t word = 0; word < words; word += step) {
+    const int64_t count = std::min(step, words - word);
+    prefetcher.begin_part(count);
+#ifdef TERCET_WIDENS_IN_ASSEMBLY
+    constexpr bool kInAssembly = std::is_same_v<D, Dot<at::BFloat16, float>> && std::is_same_v<P, PrefetchOfParts> &&
+                                 kRows >= kMinWidenedRows;
+    if constexpr (kInAssembly)
+      if (count % kWidenedWords == 0) {
+        add_widened_products<kRows>(x + word * D::kPerWord, x_stride, panel + word * kPanelStride, count, sums);
+        continue;
+      }
+#endif
     Floats part[kRows * kPanels][2];
     // For `= {}` or a memcpy, GCC sets the array in memory, by an instruction that takes 100 cycles and more.
     if (kInParts || is_first)
@@ -78,7 +90,7 @@ inline void multiply_chunk(
         x_stride,
         panel + word * kPanelStride,
         kPanelStride,
-        std::min(step, words - word),
+        count,
         part,
         prefetcher,
         panel_distance);
@@ -102,6 +114,8 @@ struct Packed {
   static constexpr int64_t kWholeRows = kMaxRows;
   /// Most rows that multiply several panels at once.
   static constexpr int64_t kFewRows = 2;
+  /// Whether several pieces of rows prefetch before each part, as `PrefetchOfParts`.
+  static constexpr bool kPrefetchesParts = std::is_same_v<X, float>;
   /// Bytes of a row of x.
   int64_t row_bytes() const { return k * sizeof(X); }
   /// Bytes of so many numbers of all columns of a panel.
@@ -203,10 +217,9 @@ void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Ru
   });
 }
 
-/// Multiplies `rows` rows, of which `first` is the first, with a run of panels. While the thread multiplies one panel, it
-/// prefetches the next one, evenly over all rows, and the memory of the results.
-template <typename X, typename Weight, typename Store>
-void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weight, const Run& run, const Store& store) {
+/// `multiply_block`, with what each piece of rows prefetches as a PrefetchOfPiece.
+template <typename PrefetchOfPiece, typename X, typename Weight, typename Store>
+void multiply_pieces(const X& x, int64_t first, int64_t rows, const Weight& weight, const Run& run, const Store& store) {
   const int64_t max_chunk = rows <= Weight::kWholeRows ? weight.k : Tuning::get().chunk;
   RowSums sums[kMaxBlockRows];
   for (int64_t panel = run.begin; panel < run.end; ++panel) {
@@ -221,7 +234,7 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       for_each_piece<Weight::kMaxRows>(rows, [&](int64_t at, auto piece) {
         if (chunk.end == weight.k)
           for (int64_t r = at; r < at + piece; ++r) store.prefetch(first + r, panel);
-        const Prefetch prefetch{next_chunk + bytes_per_row * at, parts_per_word * piece / 256};
+        const PrefetchOfPiece prefetch{Prefetch{next_chunk + bytes_per_row * at, parts_per_word * piece / 256}};
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
         // Each piece on its own: the stores of a whole block at once would wait for their cache lines.
         if (chunk.end == weight.k) {
@@ -231,6 +244,19 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       });
     }
   }
+}
+
+/// Multiplies `rows` rows, of which `first` is the first, with a run of panels. While the thread multiplies one panel, it
+/// prefetches the next one, evenly over all rows, and the memory of the results.
+template <typename X, typename Weight, typename Store>
+void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weight, const Run& run, const Store& store) {
+  if constexpr (Weight::kPrefetchesParts)
+    if (rows > Weight::kMaxRows) {
+      multiply_pieces<PrefetchOfParts>(x, first, rows, weight, run, store);
+      return;
+    }
+  // A single piece prefetches a line with each word. All lines of a part at once would delay its own reads.
+  multiply_pieces<Prefetch>(x, first, rows, weight, run, store);
 }
 
 /// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel, with the

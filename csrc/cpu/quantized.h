@@ -267,6 +267,7 @@ struct QuantizedPacked : PanelsOfGroups<kBytesOfGroup<Dot<Weights>>> {
   static constexpr int64_t kMaxRows = 6;
   static constexpr int64_t kWholeRows = kMaxRows;
   static constexpr int64_t kFewRows = 0;  // the sums of several panels do not fit into the registers
+  static constexpr bool kPrefetchesParts = false;
 
   int64_t row_bytes() const { return Rows::row_bytes(k); }
   static constexpr int64_t kPerWord = D::kPerWord;

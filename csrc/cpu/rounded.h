@@ -19,6 +19,7 @@ struct RoundedPacked : StoredPanels<Weights> {
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
   static constexpr int64_t kWholeRows = kMaxRows;
   static constexpr int64_t kFewRows = 0;  // several panels at once would need more registers
+  static constexpr bool kPrefetchesParts = false;
   static constexpr int64_t kPerWord = Product::kPerWord;
 
   using StoredPanels<Weights>::k;

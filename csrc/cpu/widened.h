@@ -19,15 +19,15 @@ inline void widen_group(const PanelGroups<Weights>& groups, int64_t group, Prefe
     return floats;
   };
   const uint8_t* words = groups.words(group);
-  Prefetcher prefetch_word = prefetcher;  // in registers
+  Prefetcher prefetch_words = prefetcher;  // in registers
   for (int64_t part = 0; part < kScales; ++part) {
     const FloatPair scales = groups.scales(group, part);
     FloatPair minima{Vec(0.f), Vec(0.f)};
     if constexpr (D::kHasMin) minima = groups.minima(group, part);
-    for (int64_t first = part * kWordsOfPart; first < (part + 1) * kWordsOfPart; first += kWordsAtOnce)
+    for (int64_t first = part * kWordsOfPart; first < (part + 1) * kWordsOfPart; first += kWordsAtOnce) {
+      prefetch_words(kWordsAtOnce);
 #pragma GCC unroll 2
       for (int64_t word = 0; word < kWordsAtOnce; ++word) {
-        prefetch_word();
         Bytes left, right;
         D::load_word(words, first, word, left, right);
 #pragma GCC unroll 4
@@ -36,8 +36,9 @@ inline void widen_group(const PanelGroups<Weights>& groups, int64_t group, Prefe
             widen(D::weights(left, at), scales.left, minima.left),
             widen(D::weights(right, at), scales.right, minima.right));
       }
+    }
   }
-  prefetcher = prefetch_word;
+  prefetcher = prefetch_words;
 }
 
 /// A packed weight for rows of float.
@@ -48,6 +49,7 @@ struct WidenedPacked : StoredPanels<Weights> {
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
   static constexpr int64_t kWholeRows = 2 * kMaxRows / 3;
   static constexpr int64_t kFewRows = 0;  // the sums of several panels do not fit into the registers
+  static constexpr bool kPrefetchesParts = false;
 
   using StoredPanels<Weights>::k;
 
