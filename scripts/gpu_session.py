@@ -170,11 +170,11 @@ def run(part: Part, end: float, scratch: Path, running: Path) -> Outcome:
             stop(process)
             state = INTERRUPTED
     output = running.read_text(encoding="utf-8", errors="replace")
-    seconds = time.monotonic() - start
+    took_s = time.monotonic() - start
     # The JSON line goes only to the file. The end of a long output has the most information.
     shown = [line for line in output.splitlines() if not line.startswith('{"benchmark"')]
-    say("\n".join(line[:300] for line in shown[-60:]) + f"\n== {part.name}: {state}, {seconds:.1f} s\n")
-    outcome = Outcome(part, state, seconds, output)
+    say("\n".join(line[:300] for line in shown[-60:]) + f"\n== {part.name}: {state}, {took_s:.1f} s\n")
+    outcome = Outcome(part, state, took_s, output)
 
     def text_of(file: Path) -> str:
         return file.read_text(encoding="utf-8").replace(f" --results {shlex.quote(str(results))}", "")
@@ -223,7 +223,7 @@ class Report:
         """Replaces the files. If one cannot be written, all stay as they are. Raises OSError."""
         commit = f"\n\nCommit {self._commit}." if self._commit else ""
         head = f"# {self.hardware}, {self._start:%Y-%m-%d %H:%M} UTC\n\nBy `{self._command}`.{commit}\n\n"
-        # The parts' titles become outcome level lower than the titles of this file.
+        # The parts' titles become one level lower than the titles of this file.
         tables = [
             outcome.tables.replace("\n### ", "\n#### ").replace("# ", "## ", 1)
             for outcome in outcomes

@@ -40,6 +40,13 @@ def test_a_new_row_replaces_the_old_version_of_the_same_client(run: ModuleType, 
     assert run.merged(run.merged(old, new), "") == run.merged(old, new)
 
 
+@pytest.mark.parametrize("version", ["3.1.0rc1", "3.1.0.post2", "3.1.0-beta.3", "2026a"])
+def test_a_new_row_replaces_that_of_a_version_with_letters(run: ModuleType, version: str) -> None:
+    old, new = f"| openai {version} | 1 of 5 | | |", "| openai 3.1.0 | 5 of 5 | | |"
+    assert run.rows_of(run.merged(old, new)) == [new]
+    assert run.rows_of(run.merged(new, old)) == [old]
+
+
 def test_a_failed_check_is_named(run: ModuleType, tmp_path: Path) -> None:
     failed = run.Outcome("one", passed=1, failed={"test_a": "assert"})
     assert run.row(client(run, tmp_path, "@ai-sdk/x@1.2", "mjs"), failed) == (

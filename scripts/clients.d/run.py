@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -158,8 +156,14 @@ def row(client: Client, outcome: Outcome) -> str:
 
 def merged(old: str, new: str) -> str:
     """The rows of two tables, in alphabetical order. Where both have a client, in any version, its new row."""
-    rows = {re.sub(r" [\d.]+ ", " ", line.split("|")[1]): line for text in (old, new) for line in rows_of(text)}
+    rows = {without_version(line): line for text in (old, new) for line in rows_of(text)}
     return "".join(f"{line}\n" for line in [*TABLE_HEAD, *sorted(rows.values(), key=str.lower)])
+
+
+def without_version(line: str) -> tuple[str, ...]:
+    """The client of a row: its package, and whether that is npm's."""
+    package, _, *kind = line.split("|")[1].split()
+    return package, *kind
 
 
 def rows_of(text: str) -> list[str]:
@@ -212,7 +216,7 @@ def is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=5) as answer:
             return answer.status == 200
-    except (urllib.error.URLError, OSError):
+    except OSError:  # URLError is one
         return False
 
 
