@@ -69,7 +69,8 @@ class TokenizerManager:
         self.facts = facts
         self.draining = False
         """True: running requests may finish, and new requests get status 503."""
-        self.failure: EngineDead | None = None
+        self.failure: str | None = None
+        """Why the engine is gone for good; None: it is not."""
         self.recovery = Recovery(server_args.engine_restart_window)
         self.heartbeats = Heartbeats()
         self.on_stall: set[Callable[[], None]] = set()
@@ -176,7 +177,7 @@ class TokenizerManager:
     def _send_or_hold(self, generation: Generation) -> None:
         assert generation.request is not None
         generation.waits_since = self.pause.now()
-        error = self.failure or self.recovery.refusal(generation.request)
+        error = self.recovery.refusal(generation.request) if self.failure is None else EngineDead(self.failure)
         if error is not None:
             generation.fail(error)
         elif self.is_recovering or self.weights.holds(generation):
@@ -254,7 +255,7 @@ class TokenizerManager:
     def check_accepting(self) -> None:
         """Raises EngineDead if the engine is gone for good or the server is shutting down."""
         if self.failure is not None:
-            raise self.failure
+            raise EngineDead(self.failure)
         if self.draining:
             raise EngineDead("the server is shutting down and takes no new requests")
 
@@ -332,9 +333,9 @@ class TokenizerManager:
         """Called when a process of the engine is gone. Every waiting client gets an error."""
         if self.failure is not None:
             return
-        self.failure = EngineDead(message)
-        self._requests.fail(self.failure)
-        self._calls.fail(self.failure)
+        self.failure = message
+        self._requests.fail(EngineDead(message))
+        self._calls.fail(EngineDead(message))
 
     def on_message(self, message: ToTokenizer | BrokenMessage) -> None:
         """Handles a message of the detokenizer or the scheduler."""
@@ -388,7 +389,7 @@ class TokenizerManager:
     def _link(self) -> SchedulerLink:
         """The scheduler. Raises EngineDead, EngineRestarting."""
         if self.failure is not None:
-            raise self.failure
+            raise EngineDead(self.failure)
         if self._scheduler is None:
             raise EngineRestarting("the engine is being restarted; try again in a moment")
         return self._scheduler

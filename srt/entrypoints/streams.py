@@ -34,7 +34,7 @@ async def continue_stream(server: Server, request: Request, body: None) -> ASGIA
         await server.saved.restore(last.partition("/")[0], owner, lambda: weights.version, request.scope, replay)
     stream, number = server.streams.find(last, owner)
     if stream.is_interrupted:
-        raise server.manager.failure or EngineDead("the engine has ended")
+        raise EngineDead(server.manager.failure or "the engine has ended")
     if request.method == "HEAD":  # it must take the stream from nobody
         stream.check_event(number)
         return Response(media_type="text/event-stream", headers={STREAM_HEADER.decode(): stream.id})

@@ -68,7 +68,7 @@ class ServedEngine:
             dtype=args.dtype,
             weight_version=args.weight_version,
             stall=manager.stall,
-            failure=None if manager.failure is None else manager.failure.message,
+            failure=manager.failure,
             draining=manager.draining,
             started=self._started,
         )

@@ -289,10 +289,10 @@ def test_a_dead_engine_ends_everything_with_an_error_and_keeps_what_was_said() -
         assert isinstance(error_of(result.finish), EngineDead)
         with pytest.raises(EngineDead):
             await call
-        with pytest.raises(EngineDead):
-            await manager.submit("hi", params())
-        with pytest.raises(EngineDead):
-            await manager.flush_cache()
+        for refused in (lambda: manager.submit("hi", params()), manager.flush_cache):
+            errors = [(await asyncio.gather(refused(), return_exceptions=True))[0] for _ in range(2)]
+            assert all(type(error) is EngineDead for error in errors)
+            assert errors[0] is not errors[1], "an error that is raised again keeps the frames of each time"
         assert not manager.is_healthy
 
     run(work())
