@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ RESPONSES_CODEC = BodyCodec(ResponsesBody)
 
 _THEIR_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}
 """The fields of a chat that have another name in this API."""
+_TOOL = re.compile(r"tools\[(\d+)\]")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -67,7 +69,7 @@ async def responses(server: Server, request: Request, body: ResponsesBody) -> AS
             truncates=truncates,
         )
     except InvalidRequest as error:
-        raise _renamed(error) from None
+        raise _renamed(error, body) from None
 
 
 def _chat(body: ResponsesBody, name: str, names: RequestNames, storing: Storing) -> ChatBody:
@@ -77,7 +79,7 @@ def _chat(body: ResponsesBody, name: str, names: RequestNames, storing: Storing)
     return chat
 
 
-def _renamed(error: InvalidRequest) -> InvalidRequest:
+def _renamed(error: InvalidRequest, body: ResponsesBody) -> InvalidRequest:
     """The error with the field names of this API."""
     message, param = error.message, error.param or ""
     if message.startswith("messages must "):
@@ -88,6 +90,10 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
         if param == ours or param.startswith(f"{ours}."):
             param = theirs + param.removeprefix(ours)
             message = message.replace(ours, theirs) if ours != "messages" else message
+    tool = _TOOL.match(param)
+    if tool is not None:  # a chat has the functions of all namespaces in one list
+        places = [place for _, place in functions_of(body)]
+        param = places[int(tool[1])].path + param[tool.end() :]
     return type(error)(message, param=param or None)
 
 
@@ -110,7 +116,7 @@ class _ResponsesFormat(PlannedFormat):
         self._sampling = sampling
         self._truncation: Literal["auto", "disabled"] = "auto" if truncates else "disabled"
         self._name = name
-        self._tools = [_repeated(_as_given(tool), f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+        self._tools = [_repeated(_as_given(tool), "tools") for tool in body.tools or ()]
         self._format = _repeated((body.text and body.text.format) or {"type": "text"}, "text.format")
         self._events: list[bytes] = []
         self._num_events = 0
@@ -139,7 +145,7 @@ class _ResponsesFormat(PlannedFormat):
 
     def failure(self, error: TercetError) -> bytes:
         if isinstance(error, InvalidRequest):
-            error = _renamed(error)
+            error = _renamed(error, self._body)
         shown = ResponseError(error.code or "server_error", text_with_param(error))
         self._tell("response.failed", response=self._response("failed", output=self._items.so_far(), error=shown))
         return self._told()

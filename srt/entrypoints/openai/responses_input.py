@@ -56,7 +56,7 @@ def chat_of(body: ResponsesBody, before: Sequence[InputItem] = ()) -> dict[str, 
     chat["chat_template_kwargs"] = kwargs
     chat["tools"] = [
         function_tool(name, _description(namespace, function), function.parameters, function.strict)
-        for name, (namespace, function) in functions_of(body)
+        for name, (namespace, function, _) in functions_of(body)
     ]
     choice = body.tool_choice
     chat["tool_choice"] = _tool_choice(choice) if isinstance(choice, ResponsesToolChoice) else choice
@@ -66,20 +66,21 @@ def chat_of(body: ResponsesBody, before: Sequence[InputItem] = ()) -> dict[str, 
 
 
 class FunctionPlace(NamedTuple):
-    """A function, and the namespace that it is in; None: in none."""
+    """A function, the namespace that it is in (None: in none), and its path in the body."""
 
     namespace: ResponsesTool | None
     function: ResponsesTool | ResponsesFunction
+    path: str
 
 
 def functions_of(body: ResponsesBody) -> Iterator[tuple[str, FunctionPlace]]:
-    """All functions, with the names that the model reads."""
-    for tool in body.tools or ():
+    """All functions, in the order of a chat's tools, with the names that the model reads."""
+    for i, tool in enumerate(body.tools or ()):
         if tool.tools is None:
-            yield tool.name, FunctionPlace(None, tool)
+            yield tool.name, FunctionPlace(None, tool, f"tools[{i}]")
         else:
-            for function in tool.tools:
-                yield _full_name(tool.name, function.name), FunctionPlace(tool, function)
+            for j, function in enumerate(tool.tools):
+                yield _full_name(tool.name, function.name), FunctionPlace(tool, function, f"tools[{i}].tools[{j}]")
 
 
 def _full_name(namespace: str | None, name: str) -> str:

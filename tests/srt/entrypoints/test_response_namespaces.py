@@ -52,7 +52,9 @@ def test_functions_in_a_namespace(site: Site) -> None:
         ([{"type": "namespace", "name": "n"}], "tools[0].tools", "tools is required"),
         ([{**TOOL, "tools": []}], "tools[0].tools", "not allowed with type function"),
         ([{**SPACE, "strict": True}], "tools[0].strict", "not allowed with type namespace"),
-        ([SPACE, {**TOOL, "name": "n__f"}], "tools[2]", "two functions"),
+        ([SPACE, {**TOOL, "name": "n__f"}], "tools[1]", "two functions"),
+        ([TOOL, {**SPACE, "tools": [NAMED[0], {**NAMED[1], "name": "g h"}]}], "tools[1].tools[1]", "'n__g h'"),
+        ([SPACE, {**SPACE, "name": "m"}, {**TOOL, "name": ""}], "tools[2]", "1 to 128 letters"),
     ],
 )
 def test_what_is_no_namespace_is_refused(site: Site, tools: Any, param: str, says: str) -> None:
