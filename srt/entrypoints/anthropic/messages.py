@@ -17,11 +17,10 @@ from ..lora import target_of
 from ..openai.chat import CHAT_CODEC, render_chat, run_chat
 from ..openai.chat_protocol import ChatBody
 from ..openai.common import usage_of
-from ..openai.planned_format import PlannedFormat
+from ..openai.planned_format import NamedEventsFormat
 from ..openai.tools import AnswerPlan, limits_reasoning, plan_answer
 from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large, json_response
-from ..sse import event
 from ..wire import BodyCodec
 from .content_blocks import ContentBlocks
 from .messages_answer import (
@@ -110,15 +109,14 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     return type(error)(message, param=param or None)
 
 
-class _MessagesFormat(PlannedFormat):
+class _MessagesFormat(NamedEventsFormat):
     end = b""
 
     def __init__(self, body: MessagesBody, name: str, model: str, plan: AnswerPlan, names: RequestNames) -> None:
-        super().__init__(plan, names)
+        super().__init__(plan, names, is_stream=bool(body.stream))
         self._body = body
         self._name = name
         self._model = model
-        self._events: list[bytes] = []
         self._has_begun = False
         self._blocks: ContentBlocks
 
@@ -158,14 +156,8 @@ class _MessagesFormat(PlannedFormat):
             self._blocks.end()
             self.note_end(self._samples[0])
 
-    def _tell(self, kind: Any, **fields: Any) -> None:
-        if self._body.stream:
-            self._events.append(event(MessageEvent(type=kind, **fields), kind))
-
-    def _told(self) -> bytes:
-        data = b"".join(self._events)
-        self._events.clear()
-        return data
+    def _event(self, kind: Any, **fields: Any) -> MessageEvent:
+        return MessageEvent(type=kind, **fields)
 
     def _stop_reason(self) -> StopReason:
         finish = self._samples[0].finish

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,7 +13,7 @@ from ...grammar_spec import ReasoningSpan
 from ...io_struct import StopFinish
 from ..job import Sample
 from ..request_names import RequestNames
-from ..sse import ResponseFormat
+from ..sse import ResponseFormat, event
 from .message_reader import MessageReader
 from .tools import AnswerPlan
 
@@ -59,3 +61,30 @@ class PlannedFormat(ResponseFormat):
         is_call = self._readers[sample.index].has_calls and isinstance(sample.finish, StopFinish)
         if is_call and self.on_tool_call is not None:
             self.on_tool_call(sample.generation)
+
+
+class NamedEventsFormat(PlannedFormat):
+    """The base of formats whose streams have events with names."""
+
+    def __init__(self, plan: AnswerPlan, names: RequestNames, *, is_stream: bool) -> None:
+        super().__init__(plan, names)
+        self._is_stream = is_stream
+        self._num_events = 0
+        self._events: list[bytes] = []
+        """Those that `_told` has not returned."""
+
+    @abstractmethod
+    def _event(self, kind: str, **fields: Any) -> Any:
+        """An event. `_num_events` is the number of earlier ones."""
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        """Adds an event to the stream, if the answer is one."""
+        if self._is_stream:
+            self._events.append(event(self._event(kind, **fields), kind))
+            self._num_events += 1
+
+    def _told(self) -> bytes:
+        """The events since the last call."""
+        data = b"".join(self._events)
+        self._events.clear()
+        return data

@@ -18,13 +18,12 @@ from ..job import Sample
 from ..lora import target_of
 from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large
-from ..sse import event
 from ..wire import BodyCodec
 from .chat import CHAT_CODEC, run_chat
 from .chat_protocol import ChatBody
 from .common import usage_of
 from .output_items import OutputItems
-from .planned_format import PlannedFormat
+from .planned_format import NamedEventsFormat
 from .responses_answer import (
     IncompleteDetails,
     InputTokensDetails,
@@ -97,7 +96,7 @@ def _renamed(error: InvalidRequest, body: ResponsesBody) -> InvalidRequest:
     return type(error)(message, param=param or None)
 
 
-class _ResponsesFormat(PlannedFormat):
+class _ResponsesFormat(NamedEventsFormat):
     def __init__(
         self,
         body: ResponsesBody,
@@ -109,7 +108,7 @@ class _ResponsesFormat(PlannedFormat):
         truncates: bool,
         storing: Storing,
     ) -> None:
-        super().__init__(plan, names)
+        super().__init__(plan, names, is_stream=bool(body.stream))
         self._storing = storing
         self._body = body
         self._model = model
@@ -118,8 +117,6 @@ class _ResponsesFormat(PlannedFormat):
         self._name = name
         self._tools = [_repeated(_as_given(tool), "tools") for tool in body.tools or ()]
         self._format = _repeated((body.text and body.text.format) or {"type": "text"}, "text.format")
-        self._events: list[bytes] = []
-        self._num_events = 0
         self._items: OutputItems
 
     def begin(self, samples: Sequence[Sample]) -> None:
@@ -165,16 +162,8 @@ class _ResponsesFormat(PlannedFormat):
             self._items.end("completed" if isinstance(out.finish, StopFinish) else "incomplete")
             self.note_end(self._samples[0])
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        if not self._body.stream:
-            return
-        self._events.append(event(ResponseEvent(type=kind, sequence_number=self._num_events, **fields), kind))
-        self._num_events += 1
-
-    def _told(self) -> bytes:
-        data = b"".join(self._events)
-        self._events.clear()
-        return data
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        return ResponseEvent(type=kind, sequence_number=self._num_events, **fields)
 
     def _final(self) -> Response:
         finish = self._samples[0].finish
