@@ -94,33 +94,52 @@ def plan_answer(
     plan = AnswerPlan(tools, form, stream_reasoning is False, content_only, strict=strict, most_thoughts=most_thoughts)
     if tool_format is None:
         return plan
-    written = format_under_grammar(tool_format, form.functions, strict if mode == "auto" else names)
-    # Without a grammar for the model's own calls, calls of functions that are not allowed are content.
-    excludes = len(names) < len(offered) and written == tool_format
-    if mode == "auto" and not strict and not excludes:
-        return plan
-    if mode == "auto" and strict and (written != tool_format or reasoning == HARMONY):
+    if mode == "auto":
+        return _with_optional_calls(plan, excludes=len(names) < len(offered))
+    # A small model that must call goes on calling, so several required calls have to be asked for.
+    one_function = isinstance(choice, ToolChoice) and choice.function is not None
+    return _with_required_calls(plan, names, several=parallel is True and not one_function)
+
+
+def _with_optional_calls(plan: AnswerPlan, *, excludes: bool) -> AnswerPlan:
+    """The plan of an answer that may have calls, with a constraint if they need one. Raises UnsupportedField.
+
+    `excludes`: the request offers functions that must not be called.
+    """
+    form, strict = plan.form, plan.strict
+    assert form is not None and form.tools is not None
+    written = format_under_grammar(form.tools, form.functions, strict)
+    if strict and (written != form.tools or form.reasoning == HARMONY):
         raise UnsupportedField(
             f"strict: true of the function {shown(strict[0])} is not supported, unless the call is required "
-            f"(tool_choice): no grammar enforces its schema in the format of this model's calls ({tool_format}); send "
+            f"(tool_choice): no grammar enforces its schema in the format of this model's calls ({form.tools}); send "
             "strict: false",
             param="tools",
         )
-    # A small model that must call goes on calling, so several required calls have to be asked for.
-    one_function = isinstance(choice, ToolChoice) and choice.function is not None
-    several = parallel is not False if mode == "auto" else parallel is True and not one_function
-    if mode == "auto":
-        constraint = may_call(written, form.functions, strict, several=several)
-    else:
-        constraint = must_call(written, form.functions, names, several=several)
-    if HARMONY in (tool_format, reasoning):
-        form = form._replace(reasoning=None)  # the Hermes format has no channels
-    return plan._replace(
-        form=form._replace(tools=written),
-        constraint=constraint,
-        constrained_by="tools" if mode == "auto" and not excludes else "tool_choice",
-        is_closed=mode != "auto",
+    # Without a grammar for the model's own calls, calls of functions that are not allowed are content.
+    excludes = excludes and written == form.tools
+    if not strict and not excludes:
+        return plan
+    constraint = may_call(written, form.functions, strict, several=form.most_calls is None)
+    return _constrained_calls(plan, form, written, constraint)._replace(
+        constrained_by="tool_choice" if excludes else "tools"
     )
+
+
+def _with_required_calls(plan: AnswerPlan, names: Sequence[str], *, several: bool) -> AnswerPlan:
+    """The plan of an answer that consists of calls of these functions."""
+    form = plan.form
+    assert form is not None and form.tools is not None
+    written = format_under_grammar(form.tools, form.functions, names)
+    constraint = must_call(written, form.functions, names, several=several)
+    return _constrained_calls(plan, form, written, constraint)._replace(constrained_by="tool_choice", is_closed=True)
+
+
+def _constrained_calls(plan: AnswerPlan, form: AnswerFormat, written: str, constraint: dict[str, Any]) -> AnswerPlan:
+    """The plan with this constraint, under which the calls have the format `written`."""
+    if HARMONY in (form.tools, form.reasoning):
+        form = form._replace(reasoning=None)  # the Hermes format has no channels
+    return plan._replace(form=form._replace(tools=written), constraint=constraint)
 
 
 def limits_reasoning(manager: TokenizerManager) -> bool:
