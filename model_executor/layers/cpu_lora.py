@@ -12,7 +12,7 @@ from ...srt.machine.huge_pages import Arena
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch, TokenAdapters
 from .lora_layers import LoraShape, LoraSize, LoraTables, LoraWeight, rounded
-from .packing import panels_of
+from .packing import panels_of, up_to_multiple
 
 _ops = torch.ops.tercet_cpu
 
@@ -37,7 +37,7 @@ class CpuLoraTables:
         self._dtype = torch.bfloat16 if dtype == torch.bfloat16 and self._columns % 2 == 0 else torch.float32
         self._per_word = per_word = 4 // self._dtype.itemsize
         width = 2 * cpu_extension.lanes()
-        num_slots, rank = size.num_slots, _up_to_multiple(size.max_rank, per_word)
+        num_slots, rank = size.num_slots, up_to_multiple(size.max_rank, per_word)
 
         def table(panels: int, numbers: int) -> torch.Tensor:
             shape = num_slots, panels, numbers // per_word, width, per_word
@@ -99,7 +99,3 @@ class CpuLoraGatedLinear:
         if batch is None or batch.adapters is None:
             return self._layer(x, batch)
         return self._layer(x, batch, self._tables.of_gates(x, batch.adapters))
-
-
-def _up_to_multiple(x: int, divisor: int) -> int:
-    return -(-x // divisor) * divisor

@@ -117,9 +117,9 @@ class FusedTritonAttention(TritonAttention):
 
 
 class FusedTritonLayers(TritonLayers):
-    """TritonLayers with fused kernels for steps of at most MAX_ROWS tokens. Types other than float16.
+    """TritonLayers with fused kernels for steps of at most MAX_ROWS tokens.
 
-    Experts and activations other than SiLU have no fused kernels.
+    Experts, activations other than SiLU and vectors of float16 have no fused kernels.
     """
 
     def __init__(self, *, dependent: bool = False) -> None:

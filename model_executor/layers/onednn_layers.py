@@ -17,6 +17,7 @@ from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuFloatLayers
 from .cpu_lora import FusedGates
 from .kinds import Layer
+from .packing import up_to_multiple
 
 _ops = torch.ops.tercet_cpu
 
@@ -71,13 +72,9 @@ class OneDnnLayers(CpuFloatLayers):
 def _columns_of_a_part(shape: tuple[int, ...], itemsize: int, *, is_gated: bool) -> int:
     """The columns of a layer's result that a part of its weight computes; the last part may compute fewer."""
     n, k = shape
-    num_parts = _up_to_multiple(-(-n * k * itemsize // _PART_BYTES), _PARTS)
+    num_parts = up_to_multiple(-(-n * k * itemsize // _PART_BYTES), _PARTS)
     columns = n // 2 if is_gated else n
-    return max(_up_to_multiple(-(-columns // num_parts), _COLUMNS), _MIN_COLUMNS)
-
-
-def _up_to_multiple(x: int, divisor: int) -> int:
-    return -(-x // divisor) * divisor
+    return max(up_to_multiple(-(-columns // num_parts), _COLUMNS), _MIN_COLUMNS)
 
 
 class PartShape(NamedTuple):

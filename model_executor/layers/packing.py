@@ -82,6 +82,10 @@ def on_huge_pages(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(_arena.take(x.nbytes)).view(x.dtype).view(x.shape).copy_(x)
 
 
+def up_to_multiple(x: int, divisor: int) -> int:
+    return -(-x // divisor) * divisor
+
+
 def padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     """Pad dimension `dim` with zeros to a multiple of `multiple`. Returns x itself if no padding is needed."""
     missing = -x.shape[dim] % multiple

@@ -91,7 +91,7 @@ class QuantizedLayers(CpuLayers):
 
     def router(self, router: RouterWeights) -> Layer:
         """A router is not quantized."""
-        return CpuLinear(*router, to_float=True) if cpu_extension.multiplies(self._dtype) else Linear(*router)
+        return CpuLinear(*router, to_float=True) if self.compiled_experts else Linear(*router)
 
     def embedding(self, weight: Any) -> Layer:
         return embedding_of(weight, self._dtype)

@@ -130,8 +130,8 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
 
-        x, residual: [T, hidden] each. The first layer has no residual: x becomes it. None or ScaledRows as x has been
-        added.
+        x, residual: [T, hidden] each. The first layer has no residual: x becomes it. An x that is None or ScaledRows is
+        in the residual already.
         """
         qkv, residual = self._normed_qkv(x, residual, batch)
         return self.attention(qkv, rotations[self.rope], batch), residual

@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from ..env import child_environment
@@ -204,7 +204,7 @@ class ChildProcess:
         self.ready.exception()  # marks it as retrieved: when both children fail, only one future is awaited
 
 
-async def stop_children(children: Iterable[ChildProcess]) -> None:
+async def stop_children(children: Collection[ChildProcess]) -> None:
     """Asks the children to stop, and kills those that still run after five seconds. Waits until all have ended."""
     ends = [child.ended for child in children]
     if not ends:
