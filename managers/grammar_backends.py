@@ -56,6 +56,8 @@ _LIMITS: Any = {
 _PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
 _TRANSLATION = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 """Lines of the grammar in llguidance's notation, with their numbers. They follow its error."""
+_ADVICE = re.compile(r"\. Enable '.*")
+"""It names an option of llguidance, which a client cannot set."""
 
 
 def make_compiler(backend: Backend, vocabulary: Vocabulary, *, only_check: bool = False) -> GrammarCompiler:
@@ -151,7 +153,7 @@ class LLGuidanceCompiler:
         """Why a grammar is refused, without the translation that the library quotes. Names the JSON schema of a tag."""
         if spec.kind == "ebnf":
             return error
-        reason = _TRANSLATION.sub("", _PLACE.sub("", error))
+        reason = _ADVICE.sub("", _TRANSLATION.sub("", _PLACE.sub("", error)))
         if spec.kind == "structural_tag":
             for schema in schemas_in(form_of(spec.text)):
                 text = json.dumps(schema)
@@ -168,7 +170,9 @@ class LLGuidanceCompiler:
             schema = with_real_days(closed(load_schema(spec.text)))
             if schema is False:
                 raise ValueError("the schema false allows no value")
-            return str(library.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS))
+            # In place of a client's own options, which could make the library leave out what it does not enforce.
+            schema = {**schema, "x-guidance": JSON_OPTIONS}
+            return str(library.grammar_from_json_schema(json.dumps(schema)))
         if spec.kind == "regex":
             return str(library.grammar_from_regex(spec.text))
         if spec.kind == "structural_tag":

@@ -57,6 +57,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["{}", '{"a":1}', '{ "a": 1}', '{"a": 1, "b": 2}', '{"a": 1.5}'],
     ),
     ({"json_schema": {"type": "object"}}, ["{}", '{"x": {"y": [1, null]}}'], ["[]", "1"]),
+    ({"json_schema": {**OBJECT, "x-guidance": {"whitespace_pattern": "z"}}}, ['{"a": 1}'], ['{"a":z1}', '{z"a": 1}']),
     ({"json_schema": {"enum": ["a", 1, None]}}, ['"a"', "1", "null"], ['"b"', "2"]),
     (
         {"json_schema": {"type": "string", "minLength": 2, "maxLength": 3}},
@@ -311,6 +312,8 @@ def test_xgrammar_takes_json_mode_and_tags_with_schemas_that_it_enforces() -> No
         ({"json_schema": {"type": "frog"}}, ""),
         ({"json_schema": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json_schema": {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}}, "uniqueItems"),
+        ({"json_schema": {"oneOf": [{}, {"type": "null"}]}}, "oneOf constraints are not supported"),
         ({"json_schema": {"type": "string", "format": "nonsense"}}, "Unknown format"),
         ({"json_schema": {"$ref": "https://example.org/schema"}}, ""),
         ({"json_schema": '{"items":' * 500 + "{}" + "}" * 500}, ""),
@@ -325,6 +328,7 @@ def test_a_bad_grammar_is_refused_by_name(exact: GrammarCompiler, given: dict[st
     (kind,) = given
     assert caught.value.param == kind and says in caught.value.message
     assert caught.value.message.startswith(f"{kind} cannot be used: ") and "\n" not in caught.value.message
+    assert "coerce_one_of" not in caught.value.message  # no client can set this option of the library
 
 
 @pytest.mark.parametrize(
