@@ -345,6 +345,19 @@ inline void scale_rows_op(const Tensor& x, double factor) {
   });
 }
 
+inline void add_gated_op(const Tensor& out, const Tensor& x, const optional<Tensor>& gates) {
+  const int64_t rows = x.size(0), n = x.size(1);
+  check(x, "x", x.scalar_type(), {rows, n});
+  check(out, "out", x.scalar_type(), {rows, n});
+  if (gates) check(*gates, "gates", at::kFloat, {rows, 1});
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    run_or_record(
+        rows,
+        [=, x = x.const_data_ptr<scalar_t>(), gates = data_or_null<float>(gates), out = out.data_ptr<scalar_t>()](
+            int64_t rows) { add_gated(x, gates, rows, n, out); });
+  });
+}
+
 inline void add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
   const int64_t rows = x.size(0), n = x.size(1);
   check(x, "x", x.scalar_type(), {rows, n});

@@ -1,4 +1,4 @@
-// Root-mean-square normalisation (arXiv 1910.07467), with the residual addition before it.
+// Root-mean-square normalisation (arXiv 1910.07467), with the residual addition before it, and other sums of rows.
 #pragma once
 
 #include "dot.h"
@@ -66,6 +66,21 @@ void scale_rows(T* x, float factor, int64_t rows, int64_t n) {
   for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
     const int64_t stop = end * n;
     for (int64_t i = first * n; i < stop; i += kPanel) store_pair(x + i, load_pair(x + i, stop - i) * Vec(factor), stop - i);
+  });
+}
+
+/// out += sigmoid(gates) * x, rounded once; gates: one number for each row. Without gates: out += x. out and x are
+/// [rows, n].
+template <typename T>
+void add_gated(const T* x, const float* gates, int64_t rows, int64_t n, T* out) {
+  for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) {
+      const T* source = x + row * n;
+      T* sum = out + row * n;
+      const Vec factor(gates ? 1.f / (1.f + std::exp(-gates[row])) : 1.f);
+      for (int64_t i = 0; i < n; i += kPanel)
+        store_pair(sum + i, load_pair(sum + i, n - i) + load_pair(source + i, n - i) * factor, n - i);
+    }
   });
 }
 

@@ -78,6 +78,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &quantized_experts_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
   m.def("scale_rows(Tensor(a!) x, float factor) -> ()", &scale_rows_op);
+  m.def("add_gated(Tensor(a!) out, Tensor x, Tensor? gates) -> ()", &add_gated_op);
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> ()", &add_rms_norm_op);
   m.def(
       "rotate_and_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, "

@@ -130,6 +130,26 @@ def test_add_rms_norm(dtype, rows, n, seed):
 @settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
+    rows=st.integers(0, 90),
+    n=st.integers(1, 700),
+    gated=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_add_gated(dtype, rows, n, gated, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, out = torch.randn(2, rows, n, generator=generator).to(dtype)
+    gates, before = torch.randn(rows, 1, generator=generator) * 9 if gated else None, out.clone()
+    ops.add_gated(out, x, gates)
+    if rows:
+        expected = x.double() * (1 if gates is None else gates.double().sigmoid())
+        assert_close(out, before.double() + expected, dtype)
+        ops.add_gated(before[-1:], x[-1:].clone(), None if gates is None else gates[-1:])
+        assert torch.equal(before[-1:], out[-1:]), "a row does not depend on the others"
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from(DTYPES),
     tokens=st.integers(1, 40),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
@@ -293,6 +313,8 @@ def test_wrong_shapes_are_refused():
         ops.rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
     with pytest.raises(RuntimeError, match="residual must have"):
         ops.add_rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
+    with pytest.raises(RuntimeError, match=r"gates must have shape \[3, 1\]"):
+        ops.add_gated(x, x.clone(), torch.ones(2))
     none, pools = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 8, 1, 32)
     for sizes in ((64, 64), (32, 64), (96, 32)):  # of two query heads, and one of keys
         norms = map(torch.ones, sizes)
