@@ -93,7 +93,7 @@ EVICT_POLICIES: dict[str, EvictPolicy] = {
 def equal_cost_depth(config: ModelConfig) -> float:
     """The position at which a token's attention takes as many multiplications as its products with the weights.
 
-    The weights are those of the layers: of experts, those that a token chooses. Routers, and sliding windows, which
+    The weights are those of the layers: of experts, those that a token computes. Routers, and sliding windows, which
     make attention cheaper, do not count.
     """
     heads = config.num_heads * config.head_dim
@@ -101,7 +101,9 @@ def equal_cost_depth(config: ModelConfig) -> float:
     width = float(config.intermediate_size)
     if (experts := config.experts) is not None:
         share = len(experts.dense_layers) / config.num_layers
-        width = share * width + (1 - share) * experts.num_experts_per_token * experts.intermediate_size
+        shared_width = 0 if experts.shared is None else experts.shared.intermediate_size
+        width_of_token = experts.num_experts_per_token * experts.intermediate_size + shared_width
+        width = share * width + (1 - share) * width_of_token
     return (projections + 3 * config.hidden_size * width) / (2 * heads)
 
 

@@ -28,6 +28,10 @@ HF_TO_GGUF = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
 
@@ -96,6 +100,14 @@ def with_stacked_experts(state, arch):
         stem, is_experts, last = name.partition(".experts.")
         if name.endswith(".sinks"):
             found[f"{name}.weight"] = array
+        elif name.endswith("shared_expert_gate.weight"):
+            found[name] = array[0]
+        elif ".shared_mlp." in name:
+            shared = name.partition(".shared_mlp.")[0] + ".mlp.shared_expert."
+            parts = ("gate_proj", "up_proj") if name.endswith("input_linear.weight") else ("down_proj",)
+            found |= {
+                f"{shared}{part}.weight": rows for part, rows in zip(parts, np.split(array, len(parts)), strict=True)
+            }
         elif not is_experts:
             found[name] = array
         elif arch == "gpt-oss":
@@ -169,6 +181,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if getattr(config, key, None):
+            keys.setdefault("expert_shared_feed_forward_length", getattr(config, key))
     for key, value in keys.items():
         add = {list: writer.add_array, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}.get(
             type(value)

@@ -23,7 +23,8 @@ def assert_equals_transformers(config: ModelConfig, theirs: Any) -> None:
     sizes = theirs.num_hidden_layers, theirs.num_attention_heads, theirs.num_key_value_heads
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == sizes
     assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert config.qkv_bias == config.o_bias == getattr(theirs, "attention_bias", False)
+    o_bias = getattr(theirs, "attention_bias", False)
+    assert (config.qkv_bias, config.o_bias) == (getattr(theirs, "qkv_bias", o_bias), o_bias)
     types = getattr(theirs, "layer_types", None) or ["full_attention"] * config.num_layers
     windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in types]
     assert config.sliding_windows == tuple(windows)

@@ -13,7 +13,10 @@ from tercet.model_executor.models.family import family_of
 from tercet.model_executor.models.parameters import is_expert
 from tercet.model_executor.weights.quantization import is_linear
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
+ALL = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj",
+    "input_linear", "output_linear",
+)  # fmt: skip
 CONFIG = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "bias": "none",
     "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "layers_pattern": None,

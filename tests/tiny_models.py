@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -23,6 +24,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -124,6 +126,27 @@ CONFIGS = {
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **BASE,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "qwen2_moe_all": lambda: Qwen2MoeConfig(
+        **BASE,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=160,
+        tie_word_embeddings=True,
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **BASE,
         head_dim=24,
@@ -161,6 +184,13 @@ CONFIGS = {
         **GRANITE, num_local_experts=6, num_experts_per_tok=3, tie_word_embeddings=True
     ),
     "granitemoe_biases": lambda: GraniteMoeConfig(**GRANITE, attention_bias=True, num_local_experts=3),
+    "granitemoeshared": lambda: GraniteMoeSharedConfig(
+        **GRANITE, num_local_experts=6, num_experts_per_tok=3, shared_intermediate_size=64, tie_word_embeddings=True
+    ),
+    "granitemoeshared_biases": lambda: GraniteMoeSharedConfig(
+        **GRANITE, attention_bias=True, num_local_experts=3, shared_intermediate_size=128
+    ),
+    "granitemoeshared_none": lambda: GraniteMoeSharedConfig(**GRANITE, num_local_experts=3),
     # The configs of GLM add their partial_rotary_factor to the dict that they get.
     "glm": lambda: GlmConfig(**BASE, head_dim=24, rope_parameters=dict(SMALL_THETA)),
     "glm_whole": lambda: GlmConfig(
@@ -260,11 +290,11 @@ def make_wide_model(*, tied):
     return initialised(LlamaConfig(**{**BASE, **shape}, tie_word_embeddings=tied), seed=0)
 
 
-def make_wide_experts(**changes):
-    """A model with experts, whose rows are whole blocks of all GGUF types."""
+def make_wide_experts(kind=Qwen3MoeConfig, **changes):
+    """A model with experts, whose rows are whole blocks of all GGUF types. `kind`: the class of its config."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 2}
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    return initialised(Qwen3MoeConfig(**BASE | sizes | experts | changes), seed=0)
+    return initialised(kind(**BASE | sizes | experts | changes), seed=0)
 
 
 def make_odd_model():
@@ -295,7 +325,7 @@ def stored_tensors(model):
     for name, tensor in model.state_dict().items():
         if model.config.model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
-        if model.config.model_type == "granitemoe":
+        if model.config.model_type in ("granitemoe", "granitemoeshared"):
             for of_transformers, of_files in GRANITE_NAMES.items():
                 name = name.replace(of_transformers, of_files)
         stem, is_experts, last = name.partition(".experts.")

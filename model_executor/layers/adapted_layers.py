@@ -13,7 +13,7 @@ from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from .attention import QKNorm
 from .decode_start import StartDecode
-from .experts import ExpertWeights, RouterWeights
+from .experts import Expert, ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, Layer, LayerKinds, Rotary
 from .layernorm import RMSNorm
 from .lora_layers import LoraLinear, LoraTables
@@ -83,6 +83,9 @@ class LoraLayers:
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return self._layers.experts(router, experts, config)
+
+    def with_shared_expert(self, experts: Layer, shared: Expert, gate: Any | None) -> Layer:
+        return self._layers.with_shared_expert(experts, shared, gate)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
         return self._layers.after_norm(norm, layer)

@@ -17,7 +17,7 @@ from ..forward_batch import ForwardBatch
 from .attention import QKNorm
 from .cpu_lora import CpuLoraGatedLinear, FusedGates
 from .embedding import Embedding, ScaledEmbedding
-from .experts import ExpertWeights, RouterWeights
+from .experts import Expert, ExpertWeights, RouterWeights, WithSharedExpert
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .lora_layers import LoraTables
@@ -241,6 +241,9 @@ class CpuLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
     ) -> AttentionLayer:
         return CpuAttention(layer_id, backend, qk_norm, sinks)
+
+    def with_shared_expert(self, experts: Layer, shared: Expert, gate: Any | None) -> Layer:
+        return WithSharedExpert(experts, shared, self._shared_gate(gate), _ops.add_gated)
 
     def output_head(self, norm: RMSNorm, layer: Layer, soft_cap: float | None) -> OutputHead:
         if isinstance(layer, GreedyLayer):

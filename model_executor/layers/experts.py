@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,3 +85,32 @@ class ComposedExperts:
             outputs = down(gate_up(x[tokens]))
             out[tokens] += weights[tokens, places, None] * outputs
         return out.to(x.dtype)
+
+
+def add_gated(out: torch.Tensor, x: torch.Tensor, gates: torch.Tensor | None) -> None:
+    """Add sigmoid(gates) * x to `out` in place, rounded once: out, x [T, n], gates float32 [T, 1]. None: add x."""
+    out.add_(x if gates is None else gates.sigmoid() * x)
+
+
+class WithSharedExpert:
+    """The sum of a mixture of experts and of a shared expert, which each token computes."""
+
+    def __init__(
+        self,
+        routed: Layer,
+        shared: Expert,
+        gate: Layer | None,
+        add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None] = add_gated,
+    ) -> None:
+        """`routed`: the mixture. `gate`: a linear layer with one output, whose sigmoid multiplies the output of the
+        shared expert; None: there is none. `add`: adds as `add_gated` does."""
+        self.routed = routed
+        self._shared = shared
+        self._gate = gate
+        self._add = add
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        out = self.routed(x, batch)
+        gates = None if self._gate is None else float32_logits(self._gate, x, None)
+        self._add(out, self._shared.down(self._shared.gate_up(x, batch), batch), gates)
+        return out

@@ -20,7 +20,7 @@ from .activation import gated_activation
 from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding, ScaledEmbedding
-from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights
+from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights, WithSharedExpert
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .lora_layers import LoraGatedLinear, LoraTables
@@ -78,8 +78,16 @@ class LayerKinds(Protocol):
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
 
+    def with_shared_expert(self, experts: Layer, shared: Expert, gate: Any | None) -> Layer:
+        """Make the sum of a mixture of experts and of a shared expert.
+
+        `experts`: made by `experts`. `shared`: made by `gated_linear` and `linear`. `gate`: the weight [1, hidden] of
+        its gate; None: it has none.
+        """
+
     def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
-        """Join a norm and the layer after it. `layer`: made by `linear`, `gated_linear` or `experts`."""
+        """Join a norm and the layer after it. `layer`: made by `linear`, `gated_linear`, `experts` or
+        `with_shared_expert`."""
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
         """Join a layer and the sum with the residual after it. `layer`: made by `linear`. `next_norm`: of the sum."""
@@ -143,6 +151,12 @@ class TorchLayers:
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         built = [self._expert(weights, config.gate) for weights in experts]
         return ComposedExperts(self.router(router), built, config)
+
+    def with_shared_expert(self, experts: Layer, shared: Expert, gate: Any | None) -> Layer:
+        return WithSharedExpert(experts, shared, self._shared_gate(gate))
+
+    def _shared_gate(self, weight: Any | None) -> Layer | None:
+        return None if weight is None else self.router(RouterWeights(weight))
 
     def _expert(self, weights: ExpertWeights, gate: ClampedGate | None) -> Expert:
         down = self.linear(weights.down, weights.down_bias)

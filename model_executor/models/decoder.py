@@ -1,5 +1,5 @@
-"""The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Phi 3, SmolLM 3, Gemma 2, Gemma 3, OLMo 2,
-OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, Seed-OSS, ERNIE 4.5, EXAONE 4 and GPT-OSS.
+"""The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 2 MoE, Qwen 3, Phi 3, SmolLM 3, Gemma 2,
+Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, Seed-OSS, ERNIE 4.5, EXAONE 4 and GPT-OSS.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
@@ -27,12 +27,20 @@ from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
-from ..layers.experts import ExpertWeights, RouterWeights
+from ..layers.experts import Expert, ExpertWeights, RouterWeights
 from ..layers.kinds import Layer, LayerKinds, is_compiled
 from ..layers.layernorm import RMSNorm
 from ..layers.residual import BeforeSum, NormedSum, Pending, Stream, StreamLayer, UnnormedLayer
 from .family import ModelFamily, Parameters
-from .parameters import bias_name, decoder_parameters, expert_names, router_name, sinks_name
+from .parameters import (
+    bias_name,
+    decoder_parameters,
+    expert_names,
+    router_name,
+    shared_expert_names,
+    shared_gate_name,
+    sinks_name,
+)
 
 
 class _StoredExperts(Sequence[ExpertWeights]):
@@ -118,6 +126,10 @@ class DecoderLayer:
             name = router_name(layer_id)
             router = RouterWeights(params[name], params.get(bias_name(name)))
             self.experts = layers.experts(router, stored, config.experts)
+            if config.experts.shared is not None:
+                gate_up, down = (params[name] for name in shared_expert_names(layer_id))
+                shared = Expert(layers.gated_linear(gate_up, None, config.hidden_act), layers.linear(down, None))
+                self.experts = layers.with_shared_expert(self.experts, shared, params.get(shared_gate_name(layer_id)))
             self._normed_experts = of_stream(self.post_attention_norm, self.experts)
             return
         self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"), config.hidden_act)

@@ -152,7 +152,11 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     check_shard(config, shard)
     experts = config.experts
     if experts is not None:
-        experts = dataclasses.replace(experts, intermediate_size=experts.intermediate_size // shard.size)
+        shared = experts.shared
+        if shared is not None:
+            shared = shared._replace(intermediate_size=shared.intermediate_size // shard.size)
+        width = experts.intermediate_size // shard.size
+        experts = dataclasses.replace(experts, intermediate_size=width, shared=shared)
     return dataclasses.replace(
         config,
         experts=experts,
@@ -256,13 +260,24 @@ def expert_names(layer: int, expert: int) -> tuple[str, str]:
     return f"{prefix}gate_up_proj.weight", f"{prefix}down_proj.weight"
 
 
+def shared_expert_names(layer: int) -> tuple[str, str]:
+    """The names of the two weights of the shared expert, as those of an expert."""
+    prefix = f"layers.{layer}.shared_expert."
+    return f"{prefix}gate_up_proj.weight", f"{prefix}down_proj.weight"
+
+
+def shared_gate_name(layer: int) -> str:
+    """The name of the weight of the shared expert's gate, [1, hidden]."""
+    return f"layers.{layer}{SHARED_GATE_ENDING}"
+
+
 def bias_name(weight_name: str) -> str:
     """The name of the bias beside a weight."""
     return f"{weight_name.removesuffix('weight')}bias"
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is a weight or a bias of an expert."""
+    """Whether a parameter is a weight or a bias of an expert that the router may choose."""
     return ".experts." in name
 
 
@@ -270,19 +285,18 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     """The parameters of a sparse layer."""
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
-    count, inter = experts.num_experts, experts.intermediate_size
+    count, shared = experts.num_experts, experts.shared
     names = GGUF_NAMES if config.load_format == "gguf" else FAMILIES[config.architecture].expert_names
     source = f"model.layers.{layer}."
 
-    def parts(modules: tuple[str, ...], shape: tuple[int, int], expert: int) -> tuple[Part, ...]:
-        if not names.has_rows_of_all:
-            return tuple(Part(f"{source}{names.experts}{expert}.{module}.weight", shape) for module in modules)
-        in_tensor = len(modules) // len(set(modules))  # the matrices of an expert
-        firsts = (expert * in_tensor + place % in_tensor for place in range(len(modules)))
-        return tuple(
-            Part(f"{source}{names.experts}{module}.weight", shape, first * shape[0], count * in_tensor * shape[0])
-            for module, first in zip(modules, firsts, strict=True)
-        )
+    def matrices(of: tuple[str, str], prefix: str, inter: int, expert: int = 0, in_tensor: int = 1) -> list[Parameter]:
+        """The weights of an expert. `in_tensor`: how many experts have their rows in a tensor; `expert`: its place."""
+        gate_up = _expert_parts(source + prefix, (names.gate, names.up), (inter, hidden), expert, in_tensor)
+        down = _expert_parts(source + prefix, (names.down,), (hidden, inter), expert, in_tensor)
+        return [
+            Parameter(of[0], (2 * inter, hidden), gate_up, Split.COLUMNS),
+            Parameter(of[1], (hidden, inter), down, Split.ROWS),
+        ]
 
     def with_bias(weight: Parameter, split: Split) -> Iterator[Parameter]:
         yield weight
@@ -293,11 +307,28 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     router = _whole(router_name(layer), f"{source}{names.router}.weight", (count, hidden))
     yield from with_bias(router, Split.REPLICATED)
     for expert in range(count):
-        gate_up_name, down_name = expert_names(layer, expert)
-        gate_up = parts((names.gate, names.up), (inter, hidden), expert)
-        down = parts((names.down,), (hidden, inter), expert)
-        yield from with_bias(Parameter(gate_up_name, (2 * inter, hidden), gate_up, Split.COLUMNS), Split.COLUMNS)
-        yield from with_bias(Parameter(down_name, (hidden, inter), down, Split.ROWS), Split.FIRST_RANK)
+        prefix, place = f"{names.experts}{expert}.", (0, 1)
+        if names.has_rows_of_all:
+            prefix, place = names.experts, (expert, count)
+        gate_up, down = matrices(expert_names(layer, expert), prefix, experts.intermediate_size, *place)
+        yield from with_bias(gate_up, Split.COLUMNS)
+        yield from with_bias(down, Split.FIRST_RANK)
+    if shared is not None:
+        yield from matrices(shared_expert_names(layer), names.shared, shared.intermediate_size)
+        if shared.has_gate:
+            yield _whole(shared_gate_name(layer), f"{source}{names.shared_gate}.weight", (1, hidden))
+
+
+def _expert_parts(
+    prefix: str, modules: tuple[str, ...], shape: tuple[int, int], expert: int, num_experts: int
+) -> tuple[Part, ...]:
+    """The parts of the `expert`-th of `num_experts` experts whose rows are in tensors named after `modules`."""
+    of_expert = len(modules) // len(set(modules))  # its matrices in a tensor
+    firsts = (expert * of_expert + place % of_expert for place in range(len(modules)))
+    return tuple(
+        Part(f"{prefix}{module}.weight", shape, first * shape[0], num_experts * of_expert * shape[0])
+        for module, first in zip(modules, firsts, strict=True)
+    )
 
 
 def _renamed(part: Part, name: str, *columns: int) -> Part:
@@ -324,6 +355,7 @@ def _half_split_order(head_dim: int, rotary_dim: int | None, interleaved: bool) 
 
 
 ROUTER_ENDING = ".router.weight"
+SHARED_GATE_ENDING = ".shared_expert_gate.weight"
 _SINKS_ENDING = ".sinks"
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"

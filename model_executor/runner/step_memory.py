@@ -63,7 +63,7 @@ def activation_bytes(
     if config.experts is not None:
         bytes_of = _compiled_expert_bytes if compiled else _expert_bytes
         experts = (4 * hidden + q_size) * dtype.itemsize + bytes_of(config.experts, hidden, dtype)
-        feed_forward = max(feed_forward, experts)
+        feed_forward = max(feed_forward, experts, _shared_expert_bytes(config, dtype, compiled=compiled))
     # Norms of outputs have weights of float32, so torch converts what they normalise.
     in_a_norm = 0 if compiled else (3 if config.output_norms else 2) * hidden * _FLOAT_BYTES
     widest = max(hidden, q_size, *config.feed_forward_widths)
@@ -85,6 +85,8 @@ def activation_bytes(
 def _lora_bytes(config: ModelConfig, dtype: torch.dtype, lora: LoraSize, *, compiled: bool) -> int:
     """An upper bound in bytes of what a layer with adapters takes for a token: all tokens may have the same one."""
     dense = 2 * config.intermediate_size if config.has_dense_layers else 0
+    if config.experts is not None and config.experts.shared is not None:
+        dense = max(dense, 2 * config.experts.shared.intermediate_size)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inputs = max(config.hidden_size, q_size, dense // 2)
     hidden = (_MOST_STACKED * lora.max_rank + _WIDTH) * _FLOAT_BYTES
@@ -111,6 +113,20 @@ def _compiled_expert_bytes(experts: ExpertsConfig, hidden: int, dtype: torch.dty
     choice = experts.num_experts * _FLOAT_BYTES + experts.num_experts_per_token * 4 * _FLOAT_BYTES
     sums = -(-hidden // _WIDTH) * _WIDTH * _FLOAT_BYTES
     return choice + sums + experts.num_experts_per_token * experts.intermediate_size * dtype.itemsize
+
+
+def _shared_expert_bytes(config: ModelConfig, dtype: torch.dtype, *, compiled: bool) -> int:
+    """An upper bound in bytes of what a layer takes for a token while it computes the shared expert."""
+    if config.experts is None or config.experts.shared is None:
+        return 0
+    hidden, inter = config.hidden_size, config.experts.shared.intermediate_size
+    # Input, residual, its norm, the output of the other experts and the own one; the attention output; the gated
+    # activations. The gate.
+    numbers = 5 * hidden + config.num_heads * config.head_dim + inter
+    if compiled:
+        return numbers * dtype.itemsize + _FLOAT_BYTES
+    # The outputs of gate and up projections; the gate with its sigmoid, and the product with it.
+    return (numbers + 2 * inter) * dtype.itemsize + (2 + hidden) * _FLOAT_BYTES
 
 
 def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk: int, rows: int, longest: int) -> int:

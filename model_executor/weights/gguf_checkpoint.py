@@ -39,6 +39,10 @@ _NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 _NAMES_OF_OUTPUT_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -65,6 +69,7 @@ _NAMES_OF_ARCHITECTURE = {
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
 _BIASES_OF_EXPERTS = "_exps.bias"
+_SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 # In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.
 _PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite", "granitemoe")
 
@@ -91,7 +96,7 @@ class GGUFCheckpoint:
             name = _hf_name(tensor.name, stems)
             if name in self._tensors:
                 raise ValueError(f"tensors {self._tensors[name].name!r} and {tensor.name!r} are both {name}")
-            self._tensors[name] = _with_rows_of_experts(tensor)
+            self._tensors[name] = _in_shape_of_model(tensor)
         self.names = frozenset(self._tensors)
         permuted = arch in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
@@ -172,8 +177,11 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def _with_rows_of_experts(tensor: GGUFTensor) -> GGUFTensor:
-    """A tensor of the matrices or biases of all experts, as one matrix or vector with the rows of all of them."""
+def _in_shape_of_model(tensor: GGUFTensor) -> GGUFTensor:
+    """A tensor of the matrices or biases of all experts as one matrix or vector with the rows of all of them, and the
+    vector of a shared expert's gate as a matrix. Others stay as they are."""
+    if tensor.name.endswith(_SHARED_GATE):
+        return tensor._replace(shape=_as_matrix(tensor.shape))
     if tensor.name.endswith(_BIASES_OF_EXPERTS) and len(tensor.shape) == 2:
         return tensor._replace(shape=(math.prod(tensor.shape),))
     return tensor._replace(shape=_as_matrix(tensor.shape)) if len(tensor.shape) == 3 else tensor

@@ -52,7 +52,10 @@ class _Module(NamedTuple):
 
 
 def lora_shapes(config: ModelConfig) -> dict[str, LoraShape]:
-    """The shapes of the linear layers that an adapter may change, by the name of the weight: all but experts."""
+    """The shapes of the linear layers that an adapter may change, by the name of the weight.
+
+    These are all but the gates of shared experts and the layers of experts that a router chooses.
+    """
     shapes = {}
     for parameter in _adaptable(config):
         names = list(dict.fromkeys(part.name for part in parameter.parts))
@@ -117,7 +120,7 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, ta
         if module is None:
             raise ValueError(
                 f"{file.path!r}: tensor {name!r} is not supported: an adapter can change only the projections of "
-                "attention and of dense feed-forward layers"
+                "attention, of dense feed-forward layers and of shared experts"
             )
         if not lora.targets(match["module"]):
             raise ValueError(f"{file.path!r}: tensor {name!r} is of a module that target_modules does not name")

@@ -15,7 +15,7 @@ from ..device.dtypes import dtype_name
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
-from ..models.parameters import ROUTER_ENDING, WHOLE, Parameter, Shard, is_expert
+from ..models.parameters import ROUTER_ENDING, SHARED_GATE_ENDING, WHOLE, Parameter, Shard, is_expert
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """The forms that a CPU rounds weights to, and their bits per weight, with the scale and minimum of a group."""
@@ -68,7 +68,8 @@ def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
 def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard = WHOLE) -> dict[str, str]:
     """The form ("int8", "int4" or "fp8") of each parameter that is quantized: all matrices of linear layers.
 
-    Routers stay as they are, because a small error may choose another expert. So does the output head with fp8.
+    Routers stay as they are, because a small error may choose another expert. So do gates of shared experts, which are
+    small, and the output head with fp8.
 
     Raises ValueError if the length of a matrix's rows, or of the part of them that a rank has, is not a multiple of
     GROUP. fp8 has no such limit.
@@ -93,8 +94,13 @@ def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard 
 
 
 def is_linear(parameter: Parameter) -> bool:
-    """Whether a parameter is the matrix of a linear layer inside the decoder: no embedding, output head or router."""
-    is_other = parameter.name in ("embed_tokens.weight", "lm_head.weight") or parameter.name.endswith(ROUTER_ENDING)
+    """Whether a parameter is the matrix of a linear layer inside the decoder.
+
+    Embeddings, output heads, routers and gates of shared experts are none.
+    """
+    is_other = parameter.name in ("embed_tokens.weight", "lm_head.weight") or parameter.name.endswith(
+        (ROUTER_ENDING, SHARED_GATE_ENDING)
+    )
     return len(parameter.shape) == 2 and not is_other
 
 

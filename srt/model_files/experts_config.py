@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -17,6 +18,17 @@ class ClampedGate(NamedTuple):
 
     alpha: float
     limit: float
+
+
+class SharedExpert(NamedTuple):
+    """A dense feed-forward layer that each token of a sparse layer computes beside the experts of the router's choice.
+
+    Both outputs are added.
+    """
+
+    intermediate_size: int
+    has_gate: bool
+    """whether its output is multiplied by the sigmoid of a linear layer with one output"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +47,14 @@ class ExpertsConfig:
     """whether the router and the linear layers of each expert have biases"""
     dense_layers: tuple[int, ...] = ()
     """the layers that have a plain feed-forward layer instead, in ascending order"""
+    shared: SharedExpert | None = None
+    """of each sparse layer; None: there is none"""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The feed-forward widths of the experts of a sparse layer."""
+        shared = () if self.shared is None else (self.shared.intermediate_size,)
+        return (self.intermediate_size, *shared)
 
 
 class ExpertNames(NamedTuple):
@@ -49,16 +69,23 @@ class ExpertNames(NamedTuple):
     has_rows_of_all: bool = False
     """Whether a tensor has the rows of all experts, one expert after another, so that names have no numbers. If gate
     and up have one name, the rows of gate come before those of up in each expert."""
+    shared: str = "mlp.shared_expert."
+    """what the names of the shared expert's matrices begin with; they end as those of other experts do"""
+    shared_gate: str = "mlp.shared_expert_gate"
+    """the linear layer whose sigmoid multiplies the output of the shared expert"""
 
 
 QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts.", "gate_proj", "up_proj", "down_proj")
 GPT_OSS_NAMES = QWEN_NAMES._replace(router="mlp.router")
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", "w1", "w3", "w2")
 GRANITE_NAMES = ExpertNames(
-    "block_sparse_moe.router.layer", "block_sparse_moe.", "input_linear", "input_linear", "output_linear", True
-)
+    "block_sparse_moe.router.layer", "block_sparse_moe.", "input_linear", "input_linear", "output_linear", True,
+    shared="shared_mlp.",
+)  # fmt: skip
 GGUF_NAMES = QWEN_NAMES._replace(has_rows_of_all=True)
 """The names that gguf_checkpoint.py gives to the tensors of all architectures."""
+SHARED_LENGTH_KEY = "expert_shared_feed_forward_length"
+"""The key of the width of the shared expert in GGUF files."""
 
 ReadExperts: TypeAlias = Callable[[Settings, int], ExpertsConfig | None]
 """Reads the experts of a model from its config.json and its number of layers. None: all layers are dense."""
@@ -66,15 +93,29 @@ ReadExperts: TypeAlias = Callable[[Settings, int], ExpertsConfig | None]
 
 def qwen_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     """The experts of Qwen 3: small ones in every layer, unless the config names dense layers."""
+    return _small_experts(config, num_layers, count=128, per_token=8, width=768)
+
+
+def qwen2_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of Qwen 2: the same, and one that all tokens share."""
+    shared = SharedExpert(config.integer("shared_expert_intermediate_size", 5632), has_gate=True)
+    return _small_experts(config, num_layers, count=60, per_token=4, width=1408, shared=shared)
+
+
+def _small_experts(
+    config: Settings, num_layers: int, *, count: int, per_token: int, width: int, shared: SharedExpert | None = None
+) -> ExpertsConfig | None:
+    """`count`, `per_token`, `width`: the defaults of the keys."""
     step = config.integer("decoder_sparse_step", 1)
     named = set(config.integers("mlp_only_layers"))
     dense = tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
     experts = ExpertsConfig(
-        num_experts=_num_experts(config, 128),
-        num_experts_per_token=config.integer("num_experts_per_tok", 8),
-        intermediate_size=config.integer("moe_intermediate_size", 768),
+        num_experts=_num_experts(config, count),
+        num_experts_per_token=config.integer("num_experts_per_tok", per_token),
+        intermediate_size=config.integer("moe_intermediate_size", width),
         normalized=config.flag("norm_topk_prob"),
         dense_layers=dense,
+        shared=shared,
     )
     return None if len(dense) == num_layers else experts
 
@@ -87,6 +128,12 @@ def mixtral_experts(config: Settings, num_layers: int) -> ExpertsConfig:
         intermediate_size=config.integer("intermediate_size"),
         normalized=True,
     )
+
+
+def granite_experts(config: Settings, num_layers: int) -> ExpertsConfig:
+    """The experts of Granite, of which one may be shared by all tokens."""
+    experts = mixtral_experts(config, num_layers)
+    return dataclasses.replace(experts, shared=_shared(config, "shared_intermediate_size", has_gate=False))
 
 
 def olmoe_experts(config: Settings, num_layers: int) -> ExpertsConfig:
@@ -112,12 +159,18 @@ def gpt_oss_experts(config: Settings, num_layers: int) -> ExpertsConfig:
 
 
 def gguf_experts(
-    config: Settings, tensors: Collection[str], gate: ClampedGate | None, *, normalized: bool
+    config: Settings,
+    tensors: Collection[str],
+    gate: ClampedGate | None,
+    *,
+    normalized: bool,
+    shared_gate: bool | None,
 ) -> ExpertsConfig:
     """The experts of a GGUF file.
 
     `tensors`: the names of the file's tensors. `gate`: the activation of experts with biases. None: the experts have no
-    biases, and the activation is silu(gate) * up. `normalized`: as in ExpertsConfig.
+    biases, and the activation is silu(gate) * up. `normalized`: as in ExpertsConfig. `shared_gate`: whether a shared
+    expert has a gate. None: there is no shared expert.
     """
     if (name := "blk.0.ffn_gate.0.weight") in tensors:
         raise config.unsupported(
@@ -131,7 +184,14 @@ def gguf_experts(
         normalized=normalized,
         gate=gate,
         has_biases=gate is not None,
+        shared=None if shared_gate is None else _shared(config, SHARED_LENGTH_KEY, has_gate=shared_gate),
     )
+
+
+def _shared(config: Settings, key: str, *, has_gate: bool) -> SharedExpert | None:
+    """`key`: that of the width. 0 or no such key: there is no shared expert."""
+    width = config.integer(key, 0, minimum=0)
+    return SharedExpert(width, has_gate) if width else None
 
 
 def _num_experts(config: Settings, default: int) -> int:

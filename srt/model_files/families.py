@@ -10,8 +10,10 @@ from .experts_config import (
     MIXTRAL_NAMES,
     ClampedGate,
     gpt_oss_experts,
+    granite_experts,
     mixtral_experts,
     olmoe_experts,
+    qwen2_experts,
     qwen_experts,
 )
 from .family import Family
@@ -24,6 +26,7 @@ from .layer_windows import (
     window_of_chosen_layers,
     window_of_every_other_layer,
     window_of_local_layers,
+    window_of_named_layers,
     window_of_pattern,
     window_of_three_in_four_layers,
     window_of_upper_layers,
@@ -132,6 +135,15 @@ _GRANITE = Family(
     defaults={"bos_token_id": 1, "eos_token_id": 2},
 )
 
+_GRANITE_MOE = dataclasses.replace(
+    _GRANITE,
+    model_type="granitemoe",
+    mlp_bias=False,
+    experts=mixtral_experts,
+    expert_names=GRANITE_NAMES,
+    gguf_shared_gate=False,
+)
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -168,6 +180,16 @@ FAMILIES: dict[str, Family] = {
         stacked_gate_up=True,
         partial_rotary=True,
         gguf_window_period=0,
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        "decoder",
+        window_of_named_layers,
+        qkv_bias="qkv_bias",
+        defaults={"num_key_value_heads": 16, "qkv_bias": True},
+        experts=qwen2_experts,
+        gguf_normalized=False,
+        gguf_shared_gate=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -224,12 +246,9 @@ FAMILIES: dict[str, Family] = {
         gguf_window_period=4,
     ),
     "GraniteForCausalLM": _GRANITE,
-    "GraniteMoeForCausalLM": dataclasses.replace(
-        _GRANITE,
-        model_type="granitemoe",
-        mlp_bias=False,
-        experts=mixtral_experts,
-        expert_names=GRANITE_NAMES,
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": dataclasses.replace(
+        _GRANITE_MOE, model_type="granitemoeshared", experts=granite_experts
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": dataclasses.replace(
@@ -310,6 +329,7 @@ GGUF_ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -326,12 +346,15 @@ GGUF_ARCHITECTURES = {
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "llama": "MixtralForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
 }
 """The architectures of files that have experts."""
+GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS = {"granitemoe": "GraniteMoeSharedForCausalLM"}
+"""The architectures of files that have a shared expert, where they differ from those of others."""
 GGUF_ARCHITECTURES_WITH_WINDOWS = {"olmo2": "Olmo3ForCausalLM"}
 """The architectures of files that have a window, where they differ from those of others."""
 

@@ -94,3 +94,5 @@ class Family:
     """the activation of experts with biases, for which GGUF files have no key; None: as in `gguf_experts`"""
     gguf_normalized: bool = True
     """`ExpertsConfig.normalized` of GGUF files, which have no key for it"""
+    gguf_shared_gate: bool | None = None
+    """`SharedExpert.has_gate` of GGUF files; None: they may not have a shared expert"""

@@ -10,11 +10,12 @@ from typing import Literal
 import numpy as np
 
 from ..errors import ModelNotSupported
-from .experts_config import ExpertsConfig, gguf_experts
+from .experts_config import SHARED_LENGTH_KEY, ExpertsConfig, gguf_experts
 from .families import (
     FAMILIES,
     GGUF_ARCHITECTURES,
     GGUF_ARCHITECTURES_WITH_EXPERTS,
+    GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS,
     GGUF_ARCHITECTURES_WITH_WINDOWS,
     SOFT_CAP_KEYS,
 )
@@ -142,6 +143,7 @@ def _own_settings(file: GGUFModel, metadata: Settings, arch: str) -> Settings:
     prefix, family = f"{arch}.", FAMILIES[GGUF_ARCHITECTURES[arch]]
     keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
     keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
+    keys += () if family.gguf_shared_gate is None else (SHARED_LENGTH_KEY,)
     for key in file.metadata:
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and name not in keys and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
@@ -167,6 +169,8 @@ def _architecture(config: Settings, arch: str) -> str:
     if num_experts := config.integer("expert_count", 0, minimum=0):
         if arch not in GGUF_ARCHITECTURES_WITH_EXPERTS:
             raise config.unsupported(f"a mixture of {num_experts} experts is not supported with {arch}")
+        if arch in GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS and config.integer(SHARED_LENGTH_KEY, 0, minimum=0):
+            return GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS[arch]
         return GGUF_ARCHITECTURES_WITH_EXPERTS[arch]
     if arch in GGUF_ARCHITECTURES_WITH_WINDOWS and config.integer("attention.sliding_window", 0, minimum=0):
         return GGUF_ARCHITECTURES_WITH_WINDOWS[arch]
@@ -176,7 +180,13 @@ def _architecture(config: Settings, arch: str) -> str:
 def _experts(config: Settings, family: Family, tensors: Collection[str]) -> ExpertsConfig | None:
     if family.experts is None:
         return None
-    return gguf_experts(config, tensors, family.gguf_gate, normalized=family.gguf_normalized)
+    return gguf_experts(
+        config,
+        tensors,
+        family.gguf_gate,
+        normalized=family.gguf_normalized,
+        shared_gate=family.gguf_shared_gate,
+    )
 
 
 def _windows(config: Settings, family: Family, num_layers: int) -> SlidingWindows:

@@ -68,6 +68,18 @@ def window_without_layers(config: Settings, num_layers: int) -> SlidingWindows:
     return (_window(config),) * num_layers
 
 
+def window_of_named_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    if not config.flag("use_sliding_window"):
+        return (None,) * num_layers
+    types = config.texts("layer_types")
+    if types is None:
+        raise config.unsupported(
+            "use_sliding_window without layer_types in a Qwen2Moe config is not supported, because engines interpret "
+            "it differently"
+        )
+    return _windows_of_types(config, types, num_layers, _window(config))
+
+
 def window_of_chosen_layers(config: Settings, num_layers: int) -> SlidingWindows:
     window = None
     if config.flag("use_sliding_window") and config.get("sliding_window") is not None:

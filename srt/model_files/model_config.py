@@ -173,7 +173,7 @@ class ModelConfig:
     def feed_forward_widths(self) -> tuple[int, ...]:
         """The widths of the feed-forward layers that the model has, and of its experts."""
         dense = (self.intermediate_size,) if self.has_dense_layers else ()
-        return dense if self.experts is None else (*dense, self.experts.intermediate_size)
+        return dense if self.experts is None else (*dense, *self.experts.widths)
 
     @property
     def model_type(self) -> str:

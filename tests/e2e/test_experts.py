@@ -16,7 +16,9 @@ pytestmark = pytest.mark.e2e
 NEW_TOKENS = 12
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe", "qwen2_moe", "granitemoeshared"]
+)
 def test_greedy_tokens_of_requests_at_the_same_time(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     rng = np.random.default_rng(5)

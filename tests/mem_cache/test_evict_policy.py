@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tercet.mem_cache.evict_policy import EVICT_POLICIES, MAX_EXTRA_COST, Value, equal_cost_depth, get_evict_policy
-from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.experts_config import ExpertsConfig, SharedExpert
 from tercet.srt.model_files.model_config import ModelConfig
 
 
@@ -82,3 +82,5 @@ def test_only_the_experts_of_a_token_count_in_the_cost_of_its_weights() -> None:
     assert equal_cost_depth(replace(dense, experts=experts)) == equal_cost_depth(dense)
     mixed = replace(dense, intermediate_size=100, experts=replace(experts, dense_layers=(0,)))
     assert equal_cost_depth(mixed) == (8 * 24 + 3 * 8 * (100 + 3 * 12) / 4) / 16
+    shared = replace(mixed, experts=replace(mixed.experts, shared=SharedExpert(5, has_gate=True)))
+    assert equal_cost_depth(shared) == (8 * 24 + 3 * 8 * (100 + 3 * (12 + 5)) / 4) / 16

@@ -17,12 +17,14 @@ from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers import packing
-from tercet.model_executor.models.parameters import is_expert
+from tercet.model_executor.layers.experts import WithSharedExpert
+from tercet.model_executor.models.parameters import decoder_parameters, is_expert, router_name, shared_gate_name
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights import packed_cache, packed_file
+from tercet.model_executor.weights.quantization import quantized_forms
 from tercet.srt.errors import ModelNotSupported
-from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig, SharedExpert
 from tercet.srt.model_files.load_config import load_model_config
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
@@ -34,6 +36,12 @@ CONFIGS = {
     "qwen3_moe": CONFIG_WITH_EXPERTS,
     "olmoe": replace(
         CONFIG, architecture="OlmoeForCausalLM", experts=replace(EXPERTS, normalized=False), qk_norm="rows"
+    ),
+    "qwen2_moe": replace(
+        CONFIG,
+        architecture="Qwen2MoeForCausalLM",
+        experts=replace(EXPERTS, shared=SharedExpert(96, has_gate=True)),
+        qkv_bias=True,
     ),
     "gpt_oss": replace(CONFIG, architecture="GptOssForCausalLM", experts=CLAMPED, qkv_bias=True, o_bias=True),
 }
@@ -47,13 +55,20 @@ MODELS = [
     "olmoe",
     "olmoe_normalized",
     "granitemoe",
+    "granitemoeshared",
+    "granitemoeshared_biases",
+    "granitemoeshared_none",
+    "qwen2_moe",
+    "qwen2_moe_all",
 ]
 
 
 def compiled_runner(runner: ModelRunner) -> ModelRunner:
     from tercet.model_executor.layers.cpu_layers import CpuExperts  # needs the operations
 
-    assert runner.model.compiled and isinstance(runner.model.layers[0].experts, CpuExperts)
+    experts = runner.model.layers[0].experts
+    assert runner.model.compiled
+    assert isinstance(experts.routed if isinstance(experts, WithSharedExpert) else experts, CpuExperts)
     return runner
 
 
@@ -98,6 +113,15 @@ def test_every_step_has_the_same_bits(
         batch.decode(rows[::-1], [5] * len(rows))
         for logits, row in zip(batch.logits[-1], rows[::-1], strict=True):
             assert torch.equal(logits, expected[row]), (options, row)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_routers_and_gates_are_not_quantized(quantization: str) -> None:
+    config = CONFIGS["qwen2_moe"]
+    matrices = {parameter.name for parameter in decoder_parameters(config) if len(parameter.shape) == 2}
+    plain = matrices - quantized_forms(config, quantization).keys() - {"embed_tokens.weight", "lm_head.weight"}
+    layers = range(config.num_layers)
+    assert plain == {*map(router_name, layers), *map(shared_gate_name, layers)}
 
 
 def test_float16_with_quantized_weights_has_composed_experts() -> None:
@@ -145,6 +169,8 @@ def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: floa
         ("gpt_oss", None),
         ("granitemoe", "int8"),
         ("olmoe", "int4"),
+        ("qwen2_moe", None),
+        ("qwen2_moe_all", "int8"),
     ],
 )
 def test_the_cache_has_packed_experts(

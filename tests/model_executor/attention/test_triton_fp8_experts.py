@@ -11,12 +11,12 @@ from runner_driver import RunnerDriver, relative_error
 from runners import make_runner, make_settings
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_wide_experts, save
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2MoeConfig
 
 from tercet.model_executor.layers import fp8_layers
 from tercet.model_executor.layers.fp8_weight import Fp8Weight, quantize_fp8
 from tercet.model_executor.layers.linear import Linear
-from tercet.model_executor.models.parameters import expert_names, is_expert
+from tercet.model_executor.models.parameters import expert_names, is_expert, shared_expert_names
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.model_files.load_config import load_model_config
 
@@ -65,6 +65,16 @@ def test_logits_are_those_of_the_torch_path(kind: str, inter: int, num_layers: i
     runner = runner_of(fp8)
     assert experts_with_forms(runner) == EXPERTS
     assert runner.settings.multiplied_dtype == torch.float32  # by most of the layers
+    assert relative_error(logits(runner), logits(runner_of(fp8, "torch"))) < 1e-4
+
+
+@pytest.mark.usefixtures("linear_layers_widen")
+def test_shared_experts_have_fp8_weights_and_their_gates_do_not(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 48}
+    model = make_wide_experts(Qwen2MoeConfig, **sizes, num_hidden_layers=1).bfloat16()
+    fp8, _ = save_pair(tmp_path, "tensors", model=model)
+    runner = runner_of(fp8)
+    assert {name for name in runner.settings.weight_forms if "shared" in name} == {*shared_expert_names(0)}
     assert relative_error(logits(runner), logits(runner_of(fp8, "torch"))) < 1e-4
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.model_executor.layers.experts import ExpertWeights, RouterWeights, choose_experts
+from tercet.model_executor.layers.experts import Expert, ExpertWeights, RouterWeights, choose_experts
 from tercet.model_executor.layers.kinds import TorchLayers
 from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 
@@ -86,6 +86,27 @@ def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     for row, wanted in zip(found, expected, strict=True):
         assert (row.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_token_has_the_shared_expert(dtype, has_gate):
+    """Its output, times the sigmoid of its gate, is added to that of the chosen experts."""
+    config = ExpertsConfig(num_experts=5, num_experts_per_token=2, intermediate_size=INTER, normalized=True)
+    router, experts, x = make(config, dtype)
+    shared = experts[0]
+    gate = x[-1:] / 4 if has_gate else None
+    layers = TorchLayers()
+    parts = Expert(layers.gated_linear(shared.gate_up, None, "silu"), layers.linear(shared.down, None))
+    layer = layers.with_shared_expert(layers.experts(router, experts, config), parts, gate)
+    found = layer(x)
+    alone = ExpertsConfig(num_experts=1, num_experts_per_token=1, intermediate_size=INTER, normalized=True)
+    for row, output in zip(x, found, strict=True):
+        factor = 1 if gate is None else (gate.double() @ row.double()).sigmoid()
+        of_shared = of_token(row, RouterWeights(router.weight[:1]), [shared], alone)
+        wanted = of_token(row, router, experts, config) + factor * of_shared
+        assert (output.double() - wanted).norm() <= (1e-5 if dtype == torch.float32 else 0.05) * wanted.norm()
+    assert torch.equal(layer(x[5:8]), found[5:8])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -147,6 +147,14 @@ OF_FAMILY = {
         num_local_experts=[2, 3, 9],
         num_experts_per_tok=[1],
     ),
+    "granitemoeshared": some(
+        attention_bias=[False, True],
+        residual_multiplier=[0.22, 2.0],
+        logits_scaling=[6.0, 16],
+        num_local_experts=[2, 3, 9],
+        num_experts_per_tok=[1],
+        shared_intermediate_size=[0, 16, 80],
+    ),
     "phi3": some(sliding_window=[None, 3, 7]),
     "smollm3": some(
         no_rope_layers=[[0, 1], [1, 0, 1], [1, 1]],
@@ -174,6 +182,17 @@ OF_FAMILY = {
     "qwen2": some(use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1, 28]),
     "qwen3": some(
         use_sliding_window=[False, True], sliding_window=[5, 9], max_window_layers=[0, 1], attention_bias=[False, True]
+    ),
+    "qwen2_moe": st.builds(
+        dict.__or__,
+        some(
+            qkv_bias=[False, True],
+            decoder_sparse_step=[1, 2, 3],
+            mlp_only_layers=[None, [], [0], [1], [0, 1]],
+            norm_topk_prob=[False, True],
+            num_experts_per_tok=[1, 4],
+        ),
+        fixed(moe_intermediate_size=[8, 48], num_experts=[8, 11], shared_expert_intermediate_size=[16, 80]),
     ),
     "qwen3_moe": st.builds(
         dict.__or__,

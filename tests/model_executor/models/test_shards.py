@@ -144,6 +144,8 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "seed_oss_out",
         "ernie4_5",
         "granitemoe",
+        "granitemoeshared",
+        "qwen2_moe_all",
     ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
@@ -157,6 +159,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "qwen3",
         "mistral_window",
         "phi3",
+        "qwen2_moe",
         "qwen3_moe",
         "mixtral",
         "smollm3_window",

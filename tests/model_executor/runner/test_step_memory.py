@@ -28,7 +28,7 @@ from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load, step_memory
 from tercet.model_executor.runner.step_memory import activation_bytes, bytes_in_steps, gather_bytes, saved_split_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
-from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig, SharedExpert
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
 EXPERTS = ExpertsConfig(num_experts=64, num_experts_per_token=8, intermediate_size=32, normalized=True)
@@ -51,6 +51,8 @@ SHAPES = {
     "many experts": {"experts": replace(EXPERTS, num_experts_per_token=32, intermediate_size=96)},
     "clamped experts": {"experts": replace(EXPERTS, gate=ClampedGate(1.702, 7.0), has_biases=True)},
     "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
+    "shared expert": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=True))},
+    "shared expert without a gate": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=False))},
     "gemma": GEMMA,
     "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
     "olmo": OLMO,

@@ -13,9 +13,9 @@ from gguf_models import HF_TO_GGUF, Kind, split_gguf, write_gguf
 from runner_driver import RunnerDriver, relative_error, short_logits
 from runners import make_runner
 from tiny_models import make_model, make_odd_model, make_wide_experts, reference_logits
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig
 
-from tercet.model_executor.models.parameters import is_expert
+from tercet.model_executor.models.parameters import is_expert, shared_expert_names, shared_gate_name
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters, stored_forms
 from tercet.srt.model_files.gguf_file import GGUFFile
@@ -40,6 +40,10 @@ CPU = torch.device("cpu")
         ("olmoe", "olmoe"),
         ("granitemoe", "granitemoe"),
         ("granitemoe_biases", "granitemoe"),
+        ("granitemoeshared", "granitemoe"),
+        ("granitemoeshared_biases", "granitemoe"),
+        ("granitemoeshared_none", "granitemoe"),
+        ("qwen2_moe_all", "qwen2moe"),
         ("smollm3_default", "smollm3"),
         ("gemma2", "gemma2"),
         ("gemma3_default", "gemma3"),
@@ -125,6 +129,34 @@ def test_experts_keep_their_stored_values(kind, form, tmp_path):
     for number in range(3):
         found = wide[f"layers.1.experts.{number}.gate_up_proj.weight"][up.shape[1] :]
         assert np.array_equal(found.numpy(), exact[number])
+
+
+def test_shared_experts_keep_their_stored_values(tmp_path):
+    """They are as dense layers in the file. Their gates are never quantised."""
+    model = make_wide_experts(Qwen2MoeConfig, shared_expert_intermediate_size=512)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "qwen2moe", kind=Kind.Q4_K))
+    forms = stored_forms(config, torch.float32)
+    names = {name for layer in range(2) for name in shared_expert_names(layer)}
+    assert {name: form for name, form in forms.items() if "shared" in name} == dict.fromkeys(names, "q4_k")
+    wide, stored = (load_parameters(config, torch.float32, CPU, forms=used) for used in ({}, forms))
+    for name in names:
+        assert torch.equal(stored[name].dequantize(), wide[name])
+    gate = model.state_dict()["model.layers.1.mlp.shared_expert_gate.weight"]
+    assert torch.equal(stored[shared_gate_name(1)], gate)
+
+
+def test_the_gate_of_a_shared_expert_may_be_a_matrix(tmp_path):
+    """Or a vector: llama.cpp reads both."""
+    model = make_model("qwen2_moe_all")
+    gates = {
+        f"blk.{layer}.ffn_gate_inp_shexp.weight": f"model.layers.{layer}.mlp.shared_expert_gate.weight"
+        for layer in range(3)
+    }
+    matrices = {name: model.state_dict()[of_model].numpy() for name, of_model in gates.items()}
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen2moe", drop=gates.values(), beside=matrices)
+    parameters = load_parameters(load_model_config(path), torch.float32, CPU)
+    for layer, matrix in enumerate(matrices.values()):
+        assert np.array_equal(parameters[shared_gate_name(layer)].numpy(), matrix)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.1), ("float32", 1e-4)])

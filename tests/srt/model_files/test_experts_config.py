@@ -11,7 +11,7 @@ from hf_configs import assert_equals_transformers
 from tiny_models import CONFIGS, make_model
 from transformers import AutoConfig
 
-from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
+from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig, SharedExpert
 from tercet.srt.model_files.load_config import load_model_config
 
 QWEN_MOE = {
@@ -25,6 +25,8 @@ QWEN_MOE = {
     "max_position_embeddings": 128,
     "vocab_size": 131,
 }
+
+QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
 
 
 @pytest.fixture
@@ -50,6 +52,38 @@ EXPERTS = {
     "olmoe_normalized": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=96, normalized=True),
     "granitemoe": ExpertsConfig(num_experts=6, num_experts_per_token=3, intermediate_size=96, normalized=True),
     "granitemoe_biases": ExpertsConfig(num_experts=3, num_experts_per_token=2, intermediate_size=96, normalized=True),
+    "qwen2_moe": ExpertsConfig(
+        num_experts=6,
+        num_experts_per_token=3,
+        intermediate_size=32,
+        normalized=True,
+        dense_layers=(1,),
+        shared=SharedExpert(64, has_gate=True),
+    ),
+    "qwen2_moe_all": ExpertsConfig(
+        num_experts=5,
+        num_experts_per_token=2,
+        intermediate_size=32,
+        normalized=False,
+        shared=SharedExpert(160, has_gate=True),
+    ),
+    "granitemoeshared": ExpertsConfig(
+        num_experts=6,
+        num_experts_per_token=3,
+        intermediate_size=96,
+        normalized=True,
+        shared=SharedExpert(64, has_gate=False),
+    ),
+    "granitemoeshared_biases": ExpertsConfig(
+        num_experts=3,
+        num_experts_per_token=2,
+        intermediate_size=96,
+        normalized=True,
+        shared=SharedExpert(128, has_gate=False),
+    ),
+    "granitemoeshared_none": ExpertsConfig(
+        num_experts=3, num_experts_per_token=2, intermediate_size=96, normalized=True
+    ),
     "gpt_oss": ExpertsConfig(
         num_experts=5,
         num_experts_per_token=2,
@@ -74,21 +108,32 @@ def test_what_transformers_writes(name, tmp_path):
     CONFIGS[name]().save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
     assert config.experts == EXPERTS.get(name)
-    widths = {"qwen3_moe": (96, 32), "qwen3_moe_sparse": (64,), "qwen3_moe_all": (32,)}
+    widths = {
+        "qwen3_moe": (96, 32),
+        "qwen3_moe_sparse": (64,),
+        "qwen3_moe_all": (32,),
+        "qwen2_moe": (96, 32, 64),
+        "qwen2_moe_all": (32, 160),
+        "granitemoeshared": (96, 64),
+        "granitemoeshared_biases": (96, 128),
+    }
     assert config.feed_forward_widths == widths.get(name, (96,))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe", "granitemoeshared"]
+)
 def test_defaults_of_experts_are_those_of_transformers(model_type, load):
     bare = {key: value for key, value in QWEN_MOE.items() if key != "architectures"} | {"model_type": model_type}
     config, theirs = load(bare), AutoConfig.for_model(**bare)
     assert config.experts == ExpertsConfig(
-        num_experts=theirs.num_local_experts if model_type == "granitemoe" else theirs.num_experts,
+        num_experts=theirs.num_local_experts if model_type.startswith("granitemoe") else theirs.num_experts,
         num_experts_per_token=theirs.num_experts_per_tok,
-        intermediate_size=theirs.moe_intermediate_size if model_type == "qwen3_moe" else theirs.intermediate_size,
-        normalized=model_type not in ("qwen3_moe", "olmoe"),
+        intermediate_size=theirs.moe_intermediate_size if model_type.startswith("qwen") else theirs.intermediate_size,
+        normalized=model_type not in ("qwen2_moe", "qwen3_moe", "olmoe"),
         gate=ClampedGate(theirs.swiglu_alpha, theirs.swiglu_limit) if model_type == "gpt_oss" else None,
         has_biases=model_type == "gpt_oss",
+        shared=SharedExpert(theirs.shared_expert_intermediate_size, True) if model_type == "qwen2_moe" else None,
     )
     assert_equals_transformers(config, theirs)
 
@@ -109,6 +154,8 @@ def test_defaults_of_experts_are_those_of_transformers(model_type, load):
         ),
         ({"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers with use_sliding_window"),
         ({"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, "layer_types in a Qwen3Moe config"),
+        (QWEN2_MOE | {"use_sliding_window": True}, "use_sliding_window without layer_types in a Qwen2Moe config"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be an integer"),
     ],
 )
 def test_refused_of_experts(load, change, message):
@@ -144,7 +191,14 @@ def test_layers_of_a_model_with_experts(load):
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [("mixtral", "llama"), ("qwen3_moe_all", "qwen3moe"), ("olmoe", "olmoe"), ("granitemoe", "granitemoe")],
+    [
+        ("mixtral", "llama"),
+        ("qwen3_moe_all", "qwen3moe"),
+        ("olmoe", "olmoe"),
+        ("granitemoe", "granitemoe"),
+        ("granitemoeshared", "granitemoe"),
+        ("qwen2_moe_all", "qwen2moe"),
+    ],
 )
 def test_gguf_files(tmp_path, name, arch):
     model = make_model(name)
@@ -174,8 +228,8 @@ def test_an_old_gguf_file_with_tensors_for_each_expert_is_refused(tmp_path):
         ("llama", {"expert_count": 8}, "llama.expert_used_count must be an integer"),
         ("llama", {"expert_count": 8, "expert_used_count": 9}, "from 1 to 8 experts.*got 9"),
         (
-            "granitemoe",
-            {"expert_shared_feed_forward_length": 8},
+            "qwen3moe",
+            {"expert_count": 8, "expert_used_count": 2, "expert_shared_feed_forward_length": 8},
             "expert_shared_feed_forward_length=8 is not supported",
         ),
         ("qwen3moe", {}, "qwen3moe.expert_count must be an integer"),
@@ -184,7 +238,7 @@ def test_an_old_gguf_file_with_tensors_for_each_expert_is_refused(tmp_path):
     ],
 )
 def test_gguf_files_that_are_refused(tmp_path, arch, keys, message):
-    model = make_model("granitemoe" if arch == "granitemoe" else "qwen3")
+    model = make_model("qwen3")
     path = write_gguf(tmp_path / "m.gguf", model, arch, keys=keys)
     with pytest.raises(ValueError, match=message):
         load_model_config(path)

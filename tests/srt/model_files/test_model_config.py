@@ -85,11 +85,12 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.rms_norm_eps == source.rms_norm_eps
     norms = {"qwen3": "heads", "qwen3_moe": "heads", "olmo2": "rows", "olmoe": "rows"}
     assert config.qk_norm == norms.get(source.model_type)
-    assert config.qkv_bias == (source.model_type == "qwen2" or getattr(source, "attention_bias", False))
+    has_bias = getattr(source, "qkv_bias", getattr(source, "attention_bias", False))
+    assert config.qkv_bias == (source.model_type == "qwen2" or has_bias)
     bias_of_output = "attention_out_bias" if source.model_type == "seed_oss" else "attention_bias"
     assert config.o_bias == getattr(source, bias_of_output, False)
     some = {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5), "smollm3_window": (5, None, 5)}
-    some["gpt_oss"] = (6, None, 6)
+    some |= {"gpt_oss": (6, None, 6), "qwen2_moe": (5, None, 5)}
     seven = (7, 7, 7)
     expected = {"mistral_window": seven, "mixtral_window": seven, "phi3": (6, 6, 6)} | some
     assert config.sliding_windows == expected.get(name, (None,) * config.num_layers)
