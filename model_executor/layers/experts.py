@@ -63,6 +63,11 @@ def choose_experts(logits: torch.Tensor, config: ExpertsConfig) -> Choice:
     return Choice(experts, weights / weights.sum(-1, keepdim=True) if config.normalized else weights)
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """On a CPU, torch's own computes the last numbers of a tensor in another way, so bits would depend on the batch."""
+    return x.sigmoid() if x.is_cuda else 1 / (1 + (-x).exp())
+
+
 class ComposedExperts:
     """The experts as layers of their own. Each is called once, for the tokens that chose it.
 
@@ -89,7 +94,7 @@ class ComposedExperts:
 
 def add_gated(out: torch.Tensor, x: torch.Tensor, gates: torch.Tensor | None) -> None:
     """Add sigmoid(gates) * x to `out` in place, rounded once: out, x [T, n], gates float32 [T, 1]. None: add x."""
-    out.add_(x if gates is None else gates.sigmoid() * x)
+    out.add_(x if gates is None else _sigmoid(gates) * x)
 
 
 class WithSharedExpert:

@@ -125,8 +125,8 @@ def _shared_expert_bytes(config: ModelConfig, dtype: torch.dtype, *, compiled: b
     numbers = 5 * hidden + config.num_heads * config.head_dim + inter
     if compiled:
         return numbers * dtype.itemsize + _FLOAT_BYTES
-    # The outputs of gate and up projections; the gate with its sigmoid, and the product with it.
-    return (numbers + 2 * inter) * dtype.itemsize + (2 + hidden) * _FLOAT_BYTES
+    # The outputs of gate and up projections; the gate and its sigmoid in steps, and the product with it.
+    return (numbers + 2 * inter) * dtype.itemsize + (4 + hidden) * _FLOAT_BYTES
 
 
 def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk: int, rows: int, longest: int) -> int:
