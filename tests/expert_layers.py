@@ -27,6 +27,8 @@ class ExpertLayer:
     gate_up_bias: list[torch.Tensor] = field(default_factory=list)
     down_bias: list[torch.Tensor] = field(default_factory=list)
     gate: ClampedGate | None = None
+    corrections: torch.Tensor | None = None
+    scale: float = 1.0
     gate_up_scales: list[torch.Tensor] = field(default_factory=list)
     """of fp8 weights"""
     down_scales: list[torch.Tensor] = field(default_factory=list)
@@ -34,14 +36,17 @@ class ExpertLayer:
     def run(self, x: torch.Tensor) -> torch.Tensor:
         scales = {"gate_up_scales": self.gate_up_scales, "down_scales": self.down_scales}
         tables = expert_weight_tables(self.gate_up, self.down, self.gate_up_bias, self.down_bias, **scales)
-        options = {"normalized": self.normalized, "router_bias": self.router_bias, "gate": self.gate}
-        return experts_forward(x, self.router, tables, self.top_k, **options)
+        return experts_forward(
+            x, self.router, tables, self.top_k, normalized=self.normalized, router_bias=self.router_bias,
+            corrections=self.corrections, scale=self.scale, gate=self.gate,
+        )  # fmt: skip
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         """In float64."""
         return experts_forward_ref(
             x.double(), self.router.double(), self.gate_up, self.down, self.top_k, normalized=self.normalized,
-            router_bias=self.router_bias, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, gate=self.gate,
+            router_bias=self.router_bias, corrections=self.corrections, scale=self.scale,
+            gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, gate=self.gate,
         )  # fmt: skip
 
     def error(self, x: torch.Tensor) -> float:
@@ -77,9 +82,11 @@ def draw_layer(
     normalized: bool = True,
     biased: bool = False,
     gate: ClampedGate | None = None,
+    corrected: bool = False,
     device: str = "cpu",
 ) -> ExpertLayer:
-    """`biased`: whether the router and the experts have biases."""
+    """`biased`: whether the router and the experts have biases. `corrected`: whether the router has sigmoids. Their
+    corrections are even, so that those of other experts are far apart."""
     g = torch.Generator().manual_seed(seed)
 
     def weights(*shape: int) -> list[torch.Tensor]:
@@ -89,6 +96,9 @@ def draw_layer(
     router[:, 12:] = 0  # few terms: no probability is too small to be told from zero
     layer = ExpertLayer(router.to(device, dtype), weights(2 * inter, hidden), weights(hidden, inter), top_k, normalized)
     layer.gate = gate
+    if corrected:
+        layer.corrections = torch.randint(-1, 2, (num_experts,), generator=g).to(device, torch.float32) * 2
+        layer.scale = 2.5
     if biased:
         layer.router_bias = torch.randint(-2, 3, (num_experts,), generator=g).to(device, dtype)
         layer.gate_up_bias = list(torch.randn(num_experts, 2 * inter, generator=g).to(device, dtype))

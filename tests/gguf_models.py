@@ -32,6 +32,10 @@ HF_TO_GGUF = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.corrections": "exp_probs_b",
 }
 
 
@@ -70,6 +74,7 @@ OF_ARCH = {
     "olmo2": OUTPUT_NORMS,
     "exaone4": OUTPUT_NORMS,
     "glm4": GLM4,
+    "glm4moe": SEED_OSS,
     "seed_oss": SEED_OSS,
     "gpt-oss": GPT_OSS,
 }
@@ -100,6 +105,8 @@ def with_stacked_experts(state, arch):
         stem, is_experts, last = name.partition(".experts.")
         if name.endswith(".sinks"):
             found[f"{name}.weight"] = array
+        elif name.endswith("gate.e_score_correction_bias"):
+            found[name.replace("gate.e_score_correction_bias", "corrections.bias")] = array
         elif name.endswith("shared_expert_gate.weight"):
             found[name] = array[0]
         elif ".shared_mlp." in name:
@@ -147,7 +154,8 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     writer = gguf.GGUFWriter(str(path), arch)
     if tokenizer is not None:
         tokenizer(writer)
-    writer.add_block_count(config.num_hidden_layers)
+    keys = dict(keys or {})
+    writer.add_block_count(config.num_hidden_layers + keys.get("nextn_predict_layers", 0))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -170,7 +178,12 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    keys = dict(keys or {})
+    if arch == "glm4moe":
+        keys = {
+            "leading_dense_block_count": config.first_k_dense_replace, "expert_gating_func": 2,
+            "expert_weights_norm": config.norm_topk_prob, "expert_weights_scale": config.routed_scaling_factor,
+            "expert_shared_count": config.n_shared_experts,
+        } | keys  # fmt: skip
     if arch in ("olmo2", "exaone4") and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
         keys.setdefault(
@@ -192,7 +205,7 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
             add(f"{arch}.{key}", value)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if arch in ("phi3", "glm4"):
+    if arch in ("phi3", "glm4", "glm4moe"):
         writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
     if arch == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)

@@ -11,6 +11,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -208,6 +209,29 @@ CONFIGS = {
         tie_word_embeddings=True,
         rope_parameters=YARN | {"partial_rotary_factor": 0.75},
     ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **BASE,
+        head_dim=24,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        rope_parameters=dict(SMALL_THETA),
+    ),
+    "glm4_moe_sparse": lambda: Glm4MoeConfig(
+        **BASE,
+        head_dim=16,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters=SMALL_THETA | {"partial_rotary_factor": 1.0},
+    ),
     "seed_oss": lambda: SeedOssConfig(**BASE, head_dim=24, mlp_bias=True, rope_parameters=SMALL_THETA),
     "seed_oss_out": lambda: SeedOssConfig(
         **BASE, head_dim=16, attention_bias=False, attention_out_bias=True, tie_word_embeddings=True
@@ -311,6 +335,9 @@ def initialised(config, seed):
         else:
             # Large weights make attention far from uniform, so that a wrong rotation changes the output.
             torch.nn.init.normal_(parameter, 0, 0.2)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0, 0.2)
     return model.eval()
 
 

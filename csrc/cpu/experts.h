@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <type_traits>
@@ -14,74 +13,9 @@
 
 #include "linear.h"
 #include "quantized.h"
+#include "routing.h"
 
 namespace tercet {
-
-/// What a router has chosen. The memory belongs to the caller.
-struct Routing {
-  int64_t num_experts, per_token;
-  /// [tokens, per_token]: the experts of each token in ascending order, and their weights
-  int32_t* experts;
-  float* shares;
-  /// [num_experts + 2]: the first pair of each expert, then the number of pairs
-  int32_t* first_pairs;
-  /// [tokens * per_token]: the token and the weight of each pair
-  int32_t* tokens;
-  float* weights;
-
-  int64_t first_pair(int64_t expert) const { return first_pairs[expert]; }
-  int64_t num_pairs(int64_t expert) const { return first_pairs[expert + 1] - first_pairs[expert]; }
-};
-
-/// Chooses the experts of one token: those of the largest logits, and of equal ones that with the smaller index. Their
-/// weights are the probabilities of a softmax over all experts, with `normalized` divided by their sum. If a logit is
-/// NaN, any experts are chosen, and all weights are NaN.
-inline void choose_experts(
-    const float* logits, int64_t num_experts, int64_t count, bool normalized, int32_t* experts, float* shares) {
-  for (int64_t expert = 0, found = 0; expert < num_experts; ++expert) {
-    const float logit = logits[expert];
-    if (found == count && !(logit > shares[count - 1])) continue;
-    int64_t at = found < count ? found++ : count - 1;
-    for (; at > 0 && logit > shares[at - 1]; --at) {
-      experts[at] = experts[at - 1];
-      shares[at] = shares[at - 1];
-    }
-    experts[at] = static_cast<int32_t>(expert);
-    shares[at] = logit;
-  }
-  const float largest = shares[0];
-  float total = 0, chosen = 0;
-  for (int64_t expert = 0; expert < num_experts; ++expert) total += std::exp(logits[expert] - largest);
-  std::sort(experts, experts + count);
-  for (int64_t i = 0; i < count; ++i) {
-    shares[i] = std::exp(logits[experts[i]] - largest) / total;
-    chosen += shares[i];
-  }
-  if (normalized)
-    for (int64_t i = 0; i < count; ++i) shares[i] /= chosen;
-}
-
-/// Chooses the experts of all tokens and sorts the pairs. logits: [tokens, num_experts]
-inline void route(const float* logits, int64_t tokens, bool normalized, const Routing& to) {
-  const int64_t per_token = to.per_token;
-  constexpr int64_t kWorkOfLogit = 8;  // in numbers of other operations
-  for_each_row_block(tokens, kWorkOfLogit * to.num_experts, [&](int64_t first, int64_t end) {
-    for (int64_t token = first; token < end; ++token) {
-      const int64_t at = token * per_token;
-      choose_experts(logits + token * to.num_experts, to.num_experts, per_token, normalized, to.experts + at, to.shares + at);
-    }
-  });
-  const int64_t pairs = tokens * per_token;
-  std::fill_n(to.first_pairs, to.num_experts + 2, 0);
-  for (int64_t i = 0; i < pairs; ++i) ++to.first_pairs[to.experts[i] + 2];
-  // While the pairs are placed, entry `expert + 1` is the place of the expert's next pair.
-  for (int64_t expert = 1; expert <= to.num_experts; ++expert) to.first_pairs[expert + 1] += to.first_pairs[expert];
-  for (int64_t i = 0; i < pairs; ++i) {
-    const int32_t pair = to.first_pairs[to.experts[i] + 1]++;
-    to.tokens[pair] = static_cast<int32_t>(i / per_token);
-    to.weights[pair] = to.shares[i];
-  }
-}
 
 /// Rows of x from row `first` on.
 template <typename X>

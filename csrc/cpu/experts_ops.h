@@ -21,6 +21,11 @@ struct ExpertArguments {
   bool normalized;
   /// of ClampedGate; none: the activation is silu(gate) * up
   optional<double> alpha, limit;
+  /// of RoutingRule
+  optional<Tensor> corrections;
+  double scale;
+
+  RoutingRule rule() const { return {normalized, data_or_null<float>(corrections), static_cast<float>(scale)}; }
 };
 
 /// Calls f with the activation.
@@ -53,6 +58,8 @@ struct ExpertTensors {
       check_count("biases", arguments.gate_up_biases, arguments.down_biases);
     TORCH_CHECK(
         0 < per_token && per_token <= num_experts, "a token must have 1 to ", num_experts, " experts, got ", per_token);
+    if (arguments.corrections) check(*arguments.corrections, "corrections", at::kFloat, {num_experts});
+    TORCH_CHECK(arguments.corrections || arguments.scale == 1, "a scale needs corrections, got ", arguments.scale);
     const int64_t pairs = tokens * per_token;
     TORCH_CHECK(pairs <= std::numeric_limits<int32_t>::max(), "there are too many tokens");
     const auto floats = x.options().dtype(at::kFloat), integers = x.options().dtype(at::kInt);
@@ -83,7 +90,7 @@ template <typename Out, typename Activation, typename Rows, typename GateUp, typ
 void run_experts(
     const Tensor& logits,
     const ExpertTensors& tensors,
-    bool normalized,
+    const RoutingRule& rule,
     const Activation& activation,
     const Rows& x,
     std::vector<GateUp> gate_ups,
@@ -102,7 +109,7 @@ void run_experts(
        inner = tensors.inner.data_ptr<Out>(),
        sums = tensors.sums.data_ptr<float>(),
        out = tensors.out.data_ptr<Out>()](int64_t rows) {
-        route(logits, rows, normalized, routing);
+        route(logits, rows, rule, routing);
         activate_experts(x, routing, gate_ups, downs, activation, n, inner);
         sum_experts(convert(rows * routing.per_token), rows, routing, downs, *next, hidden, sums, out);
       });
@@ -137,12 +144,12 @@ inline Tensor run_experts_op(const Tensor& x, const Tensor& logits, const Expert
         expert_weights<T, X, AddToTokens>(tensors.inner, arguments.downs, arguments.down_biases, tensors.hidden);
     if constexpr (std::is_same_v<T, X>) {
       run_experts<T>(
-          logits, tensors, arguments.normalized, activation, x.const_data_ptr<T>(), std::move(gate_ups),
+          logits, tensors, arguments.rule(), activation, x.const_data_ptr<T>(), std::move(gate_ups),
           std::move(downs), [inner = tensors.inner.const_data_ptr<T>()](int64_t) { return inner; });
     } else {
       const Tensor wide = widened_rows(x), wide_inner = empty_result(tensors.inner.sizes(), wide.options());
       run_experts<T>(
-          logits, tensors, arguments.normalized, activation, wide.const_data_ptr<X>(), std::move(gate_ups),
+          logits, tensors, arguments.rule(), activation, wide.const_data_ptr<X>(), std::move(gate_ups),
           std::move(downs),
           [n, inner = tensors.inner.const_data_ptr<T>(), to = wide_inner.template data_ptr<X>()](int64_t rows) {
             widen_rows(inner, rows, n, to);
@@ -199,7 +206,7 @@ inline Tensor run_quantized_experts_op(
       run_or_record(
           x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { quantize_rows(x, rows, quantized); });
       run_experts<scalar_t>(
-          logits, tensors, arguments.normalized, activation, quantized, std::move(gate_ups), std::move(downs),
+          logits, tensors, arguments.rule(), activation, quantized, std::move(gate_ups), std::move(downs),
           [inner, from = tensors.inner.const_data_ptr<scalar_t>()](int64_t rows) {
             quantize_rows(from, rows, inner);
             return inner;
@@ -223,9 +230,12 @@ inline Tensor experts_op(
     int64_t per_token,
     bool normalized,
     optional<double> alpha,
-    optional<double> limit) {
+    optional<double> limit,
+    const optional<Tensor>& corrections,
+    double scale) {
   return run_experts_op(
-      x, logits, {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit});
+      x, logits,
+      {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, corrections, scale});
 }
 
 inline Tensor quantized_experts_op(
@@ -240,9 +250,12 @@ inline Tensor quantized_experts_op(
     bool normalized,
     optional<double> alpha,
     optional<double> limit,
-    int64_t bits) {
+    int64_t bits,
+    const optional<Tensor>& corrections,
+    double scale) {
   return run_quantized_experts_op(
-      x, logits, {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit}, bits);
+      x, logits,
+      {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, corrections, scale}, bits);
 }
 
 }  // namespace tercet

@@ -70,11 +70,13 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &quantized_gated_linear_op);
   m.def(
       "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
-      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit) -> Tensor",
+      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, Tensor? corrections=None, "
+      "float scale=1.0) -> Tensor",
       &experts_op);
   m.def(
       "quantized_experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
-      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, int bits) -> Tensor",
+      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, int bits, "
+      "Tensor? corrections=None, float scale=1.0) -> Tensor",
       &quantized_experts_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
   m.def("scale_rows(Tensor(a!) x, float factor) -> ()", &scale_rows_op);

@@ -3,9 +3,10 @@
 `choose_experts` takes three launches, or two for up to ROWS tokens:
 
 - The logits of the router, x @ router.T + bias in float32.
-- The choice. A program has ROWS tokens. It marks the most probable experts in a table of tokens by experts. The marks
-  before a token in its column are its rank among the program's tokens of that expert. Those before an expert in its row
-  are the number of the pair within the token. So a token's pairs are in ascending order of experts.
+- The choice. A program has ROWS tokens. It marks the experts with the largest probabilities or sigmoids in a table of
+  tokens by experts. The marks before a token in its column are its rank among the program's tokens of that expert.
+  Those before an expert in its row are the number of the pair within the token. So a token's pairs are in ascending
+  order of experts.
 - The places. Each program adds up how many tokens of each expert the programs before it have. Then it knows where the
   pairs of its tokens belong. If one program has all tokens, it does this in the second launch.
 
@@ -30,6 +31,8 @@ _ROWS = 32
 _INTERPRETED_ROWS = 16
 _BLOCK_CHUNKS = 8
 """Programs whose counts are added at once."""
+_LEAST_SUM = 1e-20
+"""What a sum of sigmoids is at least, so that nothing is divided by zero."""
 
 
 class _Tile(NamedTuple):
@@ -119,9 +122,9 @@ def _place(
 @bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
-    logits_ptr, experts_ptr, weights_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    logits_ptr, corrections_ptr, experts_ptr, weights_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr, SCALE: tl.constexpr,
+    LEAST_SUM: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -130,19 +133,27 @@ def _choose_kernel(
     at = logits_ptr + row[:, None] * EXPERTS + expert
     logits = tl.load(at, mask=in_rows & (expert < EXPERTS), other=float("-inf"))
     logits = tl.where(in_rows, logits, 0.0)
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    chances = powers / tl.sum(powers, axis=1)[:, None]
+    if CORRECTED:
+        chances = 1 / (1 + tl.exp(-logits))
+        left = chances + tl.load(corrections_ptr + expert, mask=expert < EXPERTS, other=0.0)
+    else:
+        powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        chances = powers / tl.sum(powers, axis=1)[:, None]
+        left = chances
     # A row with a NaN has no other number, and still gets experts that exist. No expert is chosen twice.
-    left = tl.where(expert < EXPERTS, tl.where(chances == chances, chances, 0.0), -1.0)
+    left = tl.where(expert < EXPERTS, tl.where(left == left, left, 0.0), float("-inf"))
     chosen = tl.zeros([ROWS, BLOCK_E], tl.int32)
     for _ in range(TOP_K):
         most = tl.max(left, axis=1)[:, None]
         first = tl.min(tl.where(left == most, expert, BLOCK_E), axis=1)[:, None]
         chosen = tl.where(expert == first, 1, chosen)
-        left = tl.where(expert == first, -1.0, left)
+        left = tl.where(expert == first, float("-inf"), left)
     weights = tl.where(chosen > 0, chances, 0.0)
     if NORMALIZED:
-        weights = weights / tl.sum(weights, axis=1)[:, None]
+        total = tl.sum(weights, axis=1)[:, None]
+        weights = weights / (tl.maximum(total, LEAST_SUM) if CORRECTED else total)
+    if CORRECTED:
+        weights *= SCALE
     chosen = tl.where(in_rows, chosen, 0)
     place = row[:, None] * TOP_K + tl.cumsum(chosen, 1) - chosen
     tl.store(experts_ptr + place, tl.broadcast_to(expert, place.shape), mask=chosen > 0)
@@ -192,8 +203,13 @@ def choose_experts(
     normalized: bool,
     tile_rows: int,
     bias: torch.Tensor | None = None,
+    corrections: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> ExpertPairs:
     """Choose the `top_k` experts of each token with the largest softmax of x @ router.T + bias in float32.
+
+    With corrections, sigmoids take the place of the softmax. The corrections are added to them for the choice, and the
+    weights are multiplied by `scale`.
 
     Of equal ones, the smaller number is chosen. A row has the same bits in every batch. The weights of a row with a NaN
     are NaN.
@@ -204,10 +220,16 @@ def choose_experts(
         normalized: whether the weights of a token are divided by their sum
         tile_rows: most pairs of a tile
         bias: [experts] of x's dtype; None: there is none
+        corrections: float32 [experts]; None: there are none
+        scale: 1 without corrections
     """
     (num_rows, width), (num_experts, num_in) = x.shape, router.shape
     assert num_rows and width == num_in and has_dense_rows(x) and router.is_contiguous() and router.dtype == x.dtype
     assert 0 < top_k <= num_experts and (bias is None or (bias.shape == (num_experts,) and bias.dtype == x.dtype))
+    if corrections is None:
+        assert scale == 1
+    else:
+        assert corrections.shape == (num_experts,) and corrections.dtype == torch.float32
     interpreted = arch_of(x.device) == INTERPRETER
     rows = _INTERPRETED_ROWS if interpreted else _ROWS
     assert tile_rows >= rows
@@ -232,9 +254,10 @@ def choose_experts(
     counts = pairs.num_tiles if alone else new(num_programs, block)
     num_warps = max(1, min(8, rows * block // 512))
     _choose_kernel[(num_programs,)](
-        logits, pairs.experts, pairs.weights, counts, pairs.order, pairs.tiles, pairs.num_tiles, num_rows,
-        EXPERTS=num_experts, TOP_K=top_k, NORMALIZED=normalized, ALONE=alone, TILE=tile_rows if alone else 0,
-        ROWS=rows, BLOCK_E=block, num_warps=num_warps,
+        logits, logits if corrections is None else corrections, pairs.experts, pairs.weights, counts, pairs.order,
+        pairs.tiles, pairs.num_tiles, num_rows, EXPERTS=num_experts, TOP_K=top_k, NORMALIZED=normalized,
+        CORRECTED=corrections is not None, SCALE=scale, LEAST_SUM=_LEAST_SUM, ALONE=alone,
+        TILE=tile_rows if alone else 0, ROWS=rows, BLOCK_E=block, num_warps=num_warps,
     )  # fmt: skip
     if not alone:
         _place_kernel[(num_programs,)](
@@ -252,6 +275,8 @@ def choose_experts_ref(
     normalized: bool,
     tile_rows: int,
     bias: torch.Tensor | None = None,
+    corrections: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> ExpertPairs:
     """`choose_experts` in plain torch. The tiles are those that exist."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -259,10 +284,13 @@ def choose_experts_ref(
     if bias is not None:
         logits = logits + bias
     # Not by probabilities: torch may round those of equal logits differently.
-    experts = logits.nan_to_num(0).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
-    weights = logits.softmax(-1).gather(1, experts)
+    # Numbers of float64 are rounded, for the same reason.
+    ranked = logits if corrections is None else (logits.double().sigmoid() + corrections).float()
+    experts = ranked.nan_to_num(0).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
+    weights = (logits.softmax(-1) if corrections is None else logits.sigmoid()).gather(1, experts)
     if normalized:
         weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * scale
     by_expert = experts.flatten().sort(stable=True)
     totals = experts.flatten().bincount(minlength=len(router)).tolist()
     tiles, start = [], 0

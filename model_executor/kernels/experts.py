@@ -233,6 +233,8 @@ def experts_forward(
     *,
     normalized: bool,
     router_bias: torch.Tensor | None = None,
+    corrections: torch.Tensor | None = None,
+    scale: float = 1.0,
     gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """Choose the experts of each token, and add up what they compute: [T, hidden] -> [T, hidden].
@@ -241,7 +243,8 @@ def experts_forward(
     computes is rounded to x's type, as the output of any linear layer.
 
     x: [T, hidden], last dimension contiguous. router: [experts, hidden], contiguous. router_bias: [experts]. All of the
-    weights' type, or of any if the weights are float8_e4m3fn. gate: the activation; None: silu(gate) * up.
+    weights' type, or of any if the weights are float8_e4m3fn. corrections, scale: those of `choose_experts`. gate: the
+    activation; None: silu(gate) * up.
     """
     (num_rows, hidden), num_experts = x.shape, len(router)
     gate_up, down = weights
@@ -252,8 +255,9 @@ def experts_forward(
     tile = _tile(x.dtype, x.device)
     is_high = num_rows >= high_tile_from(x.dtype, num_experts, top_k, x.device)
     pairs = choose_experts(
-        x, router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low, bias=router_bias
-    )
+        x, router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low, bias=router_bias,
+        corrections=corrections, scale=scale,
+    )  # fmt: skip
     gated = _product(x, gate_up, pairs, tile, gated=True, gate=gate)
     computed = _product(gated, down, pairs, tile, gated=False)
     _expert_sum_kernel[(num_rows, cdiv(hidden, _SUM_BLOCK))](
@@ -310,13 +314,17 @@ def experts_forward_ref(
     *,
     normalized: bool,
     router_bias: torch.Tensor | None = None,
+    corrections: torch.Tensor | None = None,
+    scale: float = 1.0,
     gate_up_bias: Sequence[torch.Tensor] = (),
     down_bias: Sequence[torch.Tensor] = (),
     gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """`experts_forward` in plain torch, without a rounding before the end."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    pairs = choose_experts_ref(x, router, top_k, normalized=normalized, tile_rows=1, bias=router_bias)
+    pairs = choose_experts_ref(
+        x, router, top_k, normalized=normalized, tile_rows=1, bias=router_bias, corrections=corrections, scale=scale
+    )
     out = torch.zeros_like(x, dtype=wide)
     for row, experts in enumerate(pairs.experts.tolist()):
         for expert, weight in zip(experts, pairs.weights[row], strict=True):

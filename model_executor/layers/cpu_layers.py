@@ -97,12 +97,13 @@ class CpuExperts:
         router: Layer,
         experts: Sequence[ExpertWeights],
         config: ExpertsConfig,
+        corrections: torch.Tensor | None,
         *,
         compact: bool = False,
         rounds_to_integers: bool = False,
     ) -> None:
-        """`router`: gives logits in float32. `compact`: see `panels_of`. `rounds_to_integers`: weights of 8 or 4 bits
-        multiply rows of integers."""
+        """`router`: gives logits in float32. `corrections`: those of RouterWeights. `compact`: see `panels_of`.
+        `rounds_to_integers`: weights of 8 or 4 bits multiply rows of integers."""
         self._router = router
         self._bits: int | None = None
         self.gate_ups: list[torch.Tensor] = []
@@ -119,11 +120,14 @@ class CpuExperts:
                 self._down_biases.append(pack_bias(weights.down_bias))
         gate = (None, None) if config.gate is None else config.gate
         self._options = config.intermediate_size, config.num_experts_per_token, config.normalized, *gate
+        self._corrections = corrections, config.scale
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         weights = self.gate_ups, self.downs, self._gate_up_biases, self._down_biases
         arguments = x, self._router(x), *weights, *self._options
-        return _ops.experts(*arguments) if self._bits is None else _ops.quantized_experts(*arguments, self._bits)
+        if self._bits is None:
+            return _ops.experts(*arguments, *self._corrections)
+        return _ops.quantized_experts(*arguments, self._bits, *self._corrections)
 
 
 class PackedEmbedding:
@@ -280,10 +284,10 @@ class CpuFloatLayers(CpuLayers):
         return CpuLoraGatedLinear(self.gated_linear(weight, bias, activation), tables)
 
     def router(self, router: RouterWeights) -> Layer:
-        return CpuLinear(*router, to_float=True, compact=self._compact)
+        return CpuLinear(router.weight, router.bias, to_float=True, compact=self._compact)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
-        return CpuExperts(self.router(router), experts, config, compact=self._compact)
+        return CpuExperts(self.router(router), experts, config, router.corrections, compact=self._compact)
 
     def head(self, weight: Any) -> Layer:
         return CpuLinear(weight, to_float=True, compact=self._compact)

@@ -20,6 +20,8 @@ class RouterWeights(NamedTuple):
     """[num_experts, hidden]"""
     bias: torch.Tensor | None = None
     """[num_experts]; None: the router has none"""
+    corrections: torch.Tensor | None = None
+    """float32 [num_experts]: what is added to the sigmoids of logits for the choice; None: there are no sigmoids"""
 
 
 class ExpertWeights(NamedTuple):
@@ -53,11 +55,24 @@ class Choice(NamedTuple):
     """float32 [T, num_experts_per_token]"""
 
 
-def choose_experts(logits: torch.Tensor, config: ExpertsConfig) -> Choice:
+_LEAST_SUM = 1e-20
+"""What a sum of sigmoids is at least, so that nothing is divided by zero."""
+
+
+def choose_experts(logits: torch.Tensor, config: ExpertsConfig, corrections: torch.Tensor | None = None) -> Choice:
     """The most probable experts of each token, and the smaller number of equal ones: logits float32 [T, num_experts].
 
-    The probabilities are those of all experts.
+    The probabilities are those of all experts. With corrections, [num_experts], sigmoids take the place of
+    probabilities, and the corrections are added for the choice.
     """
+    if corrections is not None:
+        sigmoids = _sigmoid(logits)
+        order = (sigmoids + corrections).sort(dim=-1, descending=True, stable=True).indices
+        experts = order[:, : config.num_experts_per_token]
+        weights = sigmoids.gather(1, experts)
+        if config.normalized:
+            weights /= weights.sum(-1, keepdim=True).clamp_(min=_LEAST_SUM)
+        return Choice(experts, weights.mul_(config.scale))
     ordered = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     weights, experts = (x[:, : config.num_experts_per_token] for x in ordered)
     return Choice(experts, weights / weights.sum(-1, keepdim=True) if config.normalized else weights)
@@ -75,14 +90,18 @@ class ComposedExperts:
     the layers does. Which layers are called depends on the data, so a step with such a layer cannot be recorded.
     """
 
-    def __init__(self, router: Layer, experts: Sequence[Expert], config: ExpertsConfig) -> None:
-        assert len(experts) == config.num_experts
+    def __init__(
+        self, router: Layer, experts: Sequence[Expert], config: ExpertsConfig, corrections: torch.Tensor | None
+    ) -> None:
+        """`corrections`: those of RouterWeights."""
+        assert len(experts) == config.num_experts and config.has_sigmoids == (corrections is not None)
         self._router = router
+        self._corrections = corrections
         self._experts = experts
         self._config = config
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        chosen, weights = choose_experts(float32_logits(self._router, x, None), self._config)
+        chosen, weights = choose_experts(float32_logits(self._router, x, None), self._config, self._corrections)
         out = torch.zeros_like(x, dtype=torch.float32)
         for number in chosen.unique().tolist():  # in ascending order
             gate_up, down = self._experts[number]

@@ -146,11 +146,11 @@ class TorchLayers:
 
     def router(self, router: RouterWeights) -> Layer:
         """Make the layer of a router, which `float32_logits` calls."""
-        return Linear(*router)
+        return Linear(router.weight, router.bias)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         built = [self._expert(weights, config.gate) for weights in experts]
-        return ComposedExperts(self.router(router), built, config)
+        return ComposedExperts(self.router(router), built, config, router.corrections)
 
     def with_shared_expert(self, experts: Layer, shared: Expert, gate: Any | None) -> Layer:
         return WithSharedExpert(experts, shared, self._shared_gate(gate))

@@ -15,7 +15,6 @@ from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, em
 from .cpu_lora import CpuLoraGatedLinear
 from .experts import ExpertWeights, RouterWeights
 from .kinds import Layer
-from .linear import Linear
 from .lora_layers import LoraTables
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
@@ -84,14 +83,16 @@ class QuantizedLayers(CpuLayers):
         if not self.compiled_experts:
             assert config.gate is None, "check_experts has refused it"
             return super().experts(router, experts, config)
-        return CpuExperts(self.router(router), experts, config, rounds_to_integers=True)
+        return CpuExperts(self.router(router), experts, config, router.corrections, rounds_to_integers=True)
 
     def head(self, weight: Any) -> Layer:
         return QuantizedLinear(weight, to_float=True)
 
     def router(self, router: RouterWeights) -> Layer:
         """A router is not quantized."""
-        return CpuLinear(*router, to_float=True) if self.compiled_experts else Linear(*router)
+        if not self.compiled_experts:
+            return super().router(router)
+        return CpuLinear(router.weight, router.bias, to_float=True)
 
     def embedding(self, weight: Any) -> Layer:
         return embedding_of(weight, self._dtype)

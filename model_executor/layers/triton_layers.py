@@ -137,10 +137,10 @@ class TritonExperts:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         config = self._config
-        weight, bias = self._router
+        weight, bias, corrections = self._router
         return experts_forward(
             x, weight, self._tables, config.num_experts_per_token, normalized=config.normalized, router_bias=bias,
-            gate=config.gate,
+            corrections=corrections, scale=config.scale, gate=config.gate,
         )  # fmt: skip
 
 

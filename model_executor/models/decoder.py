@@ -1,5 +1,5 @@
 """The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 2 MoE, Qwen 3, Phi 3, SmolLM 3, Gemma 2,
-Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, Seed-OSS, ERNIE 4.5, EXAONE 4 and GPT-OSS.
+Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, GLM-4.5, Seed-OSS, ERNIE 4.5, EXAONE 4 and GPT-OSS.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
@@ -34,6 +34,7 @@ from ..layers.residual import BeforeSum, NormedSum, Pending, Stream, StreamLayer
 from .family import ModelFamily, Parameters
 from .parameters import (
     bias_name,
+    corrections_name,
     decoder_parameters,
     expert_names,
     router_name,
@@ -124,7 +125,7 @@ class DecoderLayer:
             assert config.experts is not None
             stored = _StoredExperts(params, layer_id, config.experts.num_experts)
             name = router_name(layer_id)
-            router = RouterWeights(params[name], params.get(bias_name(name)))
+            router = RouterWeights(params[name], params.get(bias_name(name)), params.get(corrections_name(layer_id)))
             self.experts = layers.experts(router, stored, config.experts)
             if config.experts.shared is not None:
                 gate_up, down = (params[name] for name in shared_expert_names(layer_id))

@@ -92,11 +92,12 @@ class ParameterDtypes(NamedTuple):
     """The types of the parameters that are not quantized."""
 
     vectors: torch.dtype
-    """of norms and biases. Attention sinks have float32, because attention computes its scores in it"""
+    """Of norms and biases. Attention sinks have float32, because attention computes its scores in it. Corrections have
+    float32, because a small error may choose another expert."""
     matrices: torch.dtype
 
     def of(self, parameter: Parameter) -> torch.dtype:
-        if parameter.name.endswith(_SINKS_ENDING) or any(part.is_computed for part in parameter.parts):
+        if parameter.name.endswith(_FLOAT32_ENDINGS) or any(part.is_computed for part in parameter.parts):
             return torch.float32
         return self.matrices if len(parameter.shape) == 2 else self.vectors
 
@@ -209,10 +210,9 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         }
     has_sinks = family.attention_sinks
     if config.qk_norm is not None:
-        assert q.head_order is None, "the norms of queries and keys would need this order, too"
         sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
         for name, size in zip(("q_norm", "k_norm"), sizes, strict=True):
-            norms[name] = norm._replace(name=f"self_attn.{name}", shape=(size,))
+            norms[name] = norm._replace(name=f"self_attn.{name}", shape=(size,), head_order=q.head_order)
 
     def layer(index: int) -> Iterator[Parameter]:
         source = f"model.layers.{index}."
@@ -252,6 +252,11 @@ def sinks_name(layer: int) -> str:
 def router_name(layer: int) -> str:
     """The name of the router's weight, [num_experts, hidden]."""
     return f"layers.{layer}{ROUTER_ENDING}"
+
+
+def corrections_name(layer: int) -> str:
+    """The name of what is added to the sigmoids of the router's logits, float32 [num_experts]."""
+    return f"layers.{layer}{_CORRECTIONS_ENDING}"
 
 
 def expert_names(layer: int, expert: int) -> tuple[str, str]:
@@ -306,6 +311,8 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
 
     router = _whole(router_name(layer), f"{source}{names.router}.weight", (count, hidden))
     yield from with_bias(router, Split.REPLICATED)
+    if experts.has_sigmoids:
+        yield _whole(corrections_name(layer), source + names.corrections, (count,))
     for expert in range(count):
         prefix, place = f"{names.experts}{expert}.", (0, 1)
         if names.has_rows_of_all:
@@ -357,6 +364,8 @@ def _half_split_order(head_dim: int, rotary_dim: int | None, interleaved: bool) 
 ROUTER_ENDING = ".router.weight"
 SHARED_GATE_ENDING = ".shared_expert_gate.weight"
 _SINKS_ENDING = ".sinks"
+_CORRECTIONS_ENDING = ".router.corrections"
+_FLOAT32_ENDINGS = (_SINKS_ENDING, _CORRECTIONS_ENDING)
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"

@@ -21,8 +21,11 @@ from .recorded_steps import RecordedSteps
 from .settings import RunnerSettings, resolve_linears, resolve_weights, weight_bytes
 
 _MAY_DIFFER = frozenset(
-    {"model_path", "load_format", "dtype", "quantization", "generation", "norm_offset", "embedding_scale"}
-)
+    {
+        "model_path", "load_format", "dtype", "quantization", "generation", "norm_offset", "embedding_scale",
+        "num_extra_layers",
+    }
+)  # fmt: skip
 """Fields of a config that a running model does not depend on. The dtype of the engine stays.
 
 `embedding_scale` has the rounding of the checkpoint's dtype. The epsilons of norms (`residual_norm_eps`) also depend on

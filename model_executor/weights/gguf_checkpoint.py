@@ -43,6 +43,7 @@ _NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
 _NAMES_OF_OUTPUT_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -60,6 +61,7 @@ _NAMES_OF_ARCHITECTURE = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
@@ -69,6 +71,8 @@ _NAMES_OF_ARCHITECTURE = {
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
 _BIASES_OF_EXPERTS = "_exps.bias"
+_WITHOUT_ENDING = (("attn_sinks", "weight"), ("exp_probs_b", "bias"))
+"""Tensors whose Hugging Face names do not end in `weight` or `bias`."""
 _SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 # In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.
 _PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite", "granitemoe")
@@ -201,7 +205,7 @@ def _hf_name(name: str, stems: Mapping[str, str]) -> str:
     """The Hugging Face name of a tensor. An unknown name is returned unchanged, and later reported as unexpected."""
     if match := _BLOCK_NAME.fullmatch(name):
         block, stem, kind = match.groups()
-        if (stem, kind) == ("attn_sinks", "weight") and stem in stems:
+        if (stem, kind) in _WITHOUT_ENDING and stem in stems:
             return f"model.layers.{block}.{stems[stem]}"
         return f"model.layers.{block}.{stems[stem]}.{kind}" if stem in stems else name
     if match := _GLOBAL_NAME.fullmatch(name):

@@ -259,7 +259,9 @@ class StoredParameters(Mapping[str, Any]):
         self._parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
         _refuse("missing", needed - checkpoint.names)
+        ignored = _extra_layers(config)
         extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
+        extra = {name for name in extra if not name.startswith(ignored)}
         # GPTQ checkpoints often have a bias of zeros for each layer.
         extra -= {name for name in extra if name.endswith(".bias") and not checkpoint.tensor(name).any()}
         if config.tie_word_embeddings and LM_HEAD in extra:
@@ -294,6 +296,12 @@ class StoredParameters(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+
+def _extra_layers(config: ModelConfig) -> tuple[str, ...]:
+    """What the names of the tensors of `num_extra_layers` begin with. Some keep their names of GGUF files."""
+    layers = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    return tuple(f"{prefix}.{layer}." for layer in layers for prefix in ("model.layers", "blk"))
 
 
 def _rounded(weight: torch.Tensor, form: str) -> QuantizedWeight | Fp8Weight:

@@ -41,6 +41,11 @@ class ExpertsConfig:
     """the feed-forward width of an expert"""
     normalized: bool
     """whether the weights of a token's experts are divided by their sum"""
+    has_sigmoids: bool = False
+    """Whether the weights are sigmoids of the router's logits, which are corrected for the choice. If not, they are the
+    probabilities of a softmax."""
+    scale: float = 1.0
+    """what the weights are multiplied by; 1 without sigmoids"""
     gate: ClampedGate | None = None
     """the activation; None: silu(gate) * up"""
     has_biases: bool = False
@@ -73,6 +78,8 @@ class ExpertNames(NamedTuple):
     """what the names of the shared expert's matrices begin with; they end as those of other experts do"""
     shared_gate: str = "mlp.shared_expert_gate"
     """the linear layer whose sigmoid multiplies the output of the shared expert"""
+    corrections: str = "mlp.gate.e_score_correction_bias"
+    """what is added to the sigmoids of logits for the choice, if the model has sigmoids"""
 
 
 QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts.", "gate_proj", "up_proj", "down_proj")
@@ -82,6 +89,7 @@ GRANITE_NAMES = ExpertNames(
     "block_sparse_moe.router.layer", "block_sparse_moe.", "input_linear", "input_linear", "output_linear", True,
     shared="shared_mlp.",
 )  # fmt: skip
+GLM_NAMES = QWEN_NAMES._replace(shared="mlp.shared_experts.")
 GGUF_NAMES = QWEN_NAMES._replace(has_rows_of_all=True)
 """The names that gguf_checkpoint.py gives to the tensors of all architectures."""
 SHARED_LENGTH_KEY = "expert_shared_feed_forward_length"
@@ -158,6 +166,55 @@ def gpt_oss_experts(config: Settings, num_layers: int) -> ExpertsConfig:
     )
 
 
+def glm_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of GLM-4.5: small ones in all layers but the first ones, and one that all tokens share."""
+    for key in ("n_group", "topk_group"):
+        if config.integer(key, 1) != 1:
+            raise config.unsupported_value(key, "1", config.get(key))
+    num_dense = config.integer("first_k_dense_replace", 1, minimum=0)
+    if num_dense >= num_layers:
+        return None
+    width = config.integer("moe_intermediate_size", 1408)
+    return ExpertsConfig(
+        num_experts=config.integer("n_routed_experts", 128),
+        num_experts_per_token=config.integer("num_experts_per_tok", 8),
+        intermediate_size=width,
+        normalized=config.flag("norm_topk_prob", True),
+        has_sigmoids=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+        dense_layers=tuple(range(num_dense)),
+        shared=_several_shared(config.integer("n_shared_experts", 1, minimum=0), width),
+    )
+
+
+def glm_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of GLM-4.5 in a GGUF file."""
+    for key, supported in (("expert_group_count", 1), ("expert_group_used_count", 1), ("expert_gating_func", 2)):
+        if config.integer(key, supported) != supported:
+            raise config.unsupported_value(key, str(supported), config.get(key))
+    num_dense = config.integer("leading_dense_block_count", 0, minimum=0)
+    if num_dense >= num_layers:
+        return None
+    width = config.integer("expert_feed_forward_length")
+    return ExpertsConfig(
+        num_experts=config.integer("expert_count"),
+        num_experts_per_token=config.integer("expert_used_count"),
+        intermediate_size=width,
+        normalized=config.flag("expert_weights_norm"),
+        has_sigmoids=True,
+        scale=config.number("expert_weights_scale", 1.0),
+        dense_layers=tuple(range(num_dense)),
+        shared=_several_shared(config.integer("expert_shared_count", minimum=0), width),
+    )
+
+
+GLM_GGUF_KEYS = (
+    "expert_group_count", "expert_group_used_count", "expert_gating_func", "leading_dense_block_count",
+    "expert_weights_norm", "expert_weights_scale", "expert_shared_count",
+)  # fmt: skip
+"""The keys of `glm_gguf_experts` that GGUF files of other models may not have."""
+
+
 def gguf_experts(
     config: Settings,
     tensors: Collection[str],
@@ -192,6 +249,11 @@ def _shared(config: Settings, key: str, *, has_gate: bool) -> SharedExpert | Non
     """`key`: that of the width. 0 or no such key: there is no shared expert."""
     width = config.integer(key, 0, minimum=0)
     return SharedExpert(width, has_gate) if width else None
+
+
+def _several_shared(count: int, width: int) -> SharedExpert | None:
+    """Shared experts of one width, without gates, as a wider one."""
+    return SharedExpert(count * width, has_gate=False) if count else None
 
 
 def _num_experts(config: Settings, default: int) -> int:

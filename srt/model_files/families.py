@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from .experts_config import (
+    GLM_GGUF_KEYS,
+    GLM_NAMES,
     GPT_OSS_NAMES,
     GRANITE_NAMES,
     MIXTRAL_NAMES,
     ClampedGate,
+    glm_experts,
+    glm_gguf_experts,
     gpt_oss_experts,
     granite_experts,
     mixtral_experts,
@@ -257,6 +261,22 @@ FAMILIES: dict[str, Family] = {
         output_norms=True,
         output_norm_names=("post_self_attn_layernorm", "post_mlp_layernorm"),
     ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        "decoder",
+        no_window,
+        qkv_bias="attention_bias",
+        qk_norm="heads",
+        qk_norm_key="use_qk_norm",
+        partial_rotary=True,
+        default_rms_norm_eps=1e-5,
+        defaults={"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1},
+        has_extra_layers=True,
+        experts=glm_experts,
+        expert_names=GLM_NAMES,
+        gguf_experts=glm_gguf_experts,
+        gguf_expert_keys=GLM_GGUF_KEYS,
+    ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
         "decoder",
@@ -337,6 +357,7 @@ GGUF_ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -346,6 +367,7 @@ GGUF_ARCHITECTURES = {
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "llama": "MixtralForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",

@@ -32,6 +32,8 @@ class Family:
     """whether each head has a learned logit that joins the softmax without a value"""
     qk_norm: QKNormKind | None = None
     """`ModelConfig.qk_norm`"""
+    qk_norm_key: str | None = None
+    """the key of config.json that says whether the model has these norms; None: it always has"""
     default_head_dim: int | None = None
     """None: hidden_size / num_heads"""
     default_rms_norm_eps: float = 1e-6
@@ -67,6 +69,8 @@ class Family:
     """whether embeddings are multiplied by the square root of hidden_size"""
     has_multipliers: bool = False
     """whether a config has factors of embeddings, residuals, scores and logits (Granite)"""
+    has_extra_layers: bool = False
+    """whether a checkpoint may have layers after the last one, which predict further tokens"""
     has_soft_caps: bool = False
     """whether a config may have soft caps of scores and logits"""
     input_norms: bool = True
@@ -94,5 +98,9 @@ class Family:
     """the activation of experts with biases, for which GGUF files have no key; None: as in `gguf_experts`"""
     gguf_normalized: bool = True
     """`ExpertsConfig.normalized` of GGUF files, which have no key for it"""
+    gguf_experts: ReadExperts | None = None
+    """reads the experts of a GGUF file; None: `experts_config.gguf_experts` does"""
+    gguf_expert_keys: tuple[str, ...] = ()
+    """the keys of a GGUF file that only this reads"""
     gguf_shared_gate: bool | None = None
     """`SharedExpert.has_gate` of GGUF files; None: they may not have a shared expert"""

@@ -48,6 +48,8 @@ _GGUF_KEYS = (
 )  # fmt: skip
 _GGUF_MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 """More keys of a family with `has_multipliers`."""
+_GGUF_EXTRA_LAYERS = "nextn_predict_layers"
+"""The key of a family with `has_extra_layers`. Its number is part of `block_count`."""
 _GGUF_KEYS_FOR_IMAGES = ("vision.", "mm.")
 """What the keys begin with that describe the parts for images of a model that also takes them."""
 _GGUF_POOLINGS = (0, 3)
@@ -78,7 +80,9 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
     for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
         if (given := config.integer(key, head_dim)) != head_dim:
             raise metadata.unsupported(f"{arch}.{key} must equal the head dimension {head_dim}, got {given}")
-    context_len, num_layers = config.integer("context_length"), config.integer("block_count", maximum=MAX_LAYERS)
+    context_len = config.integer("context_length")
+    num_extra_layers = config.integer(_GGUF_EXTRA_LAYERS, 0, minimum=0)
+    num_layers = config.integer("block_count", minimum=1 + num_extra_layers, maximum=MAX_LAYERS) - num_extra_layers
     rope = rope_from_gguf(config, family, _rope_divisors(file, tensors, rotary_dim), context_len)
     if rotary_dim != head_dim:
         rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
@@ -128,7 +132,8 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm=family.qk_norm or "heads" if "blk.0.attn_q_norm.weight" in tensors else None,
-        experts=_experts(config, family, tensors),
+        experts=_experts(config, family, tensors, num_layers),
+        num_extra_layers=num_extra_layers,
         bos_token_id=_token_id(metadata, "bos"),
         eos_token_ids=tuple(dict.fromkeys(token for token in special if token is not None)),
         dtype=_dtype(tensors[f"{first_projection}.weight"].type),
@@ -144,6 +149,7 @@ def _own_settings(file: GGUFModel, metadata: Settings, arch: str) -> Settings:
     keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
     keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
     keys += () if family.gguf_shared_gate is None else (SHARED_LENGTH_KEY,)
+    keys += family.gguf_expert_keys + ((_GGUF_EXTRA_LAYERS,) if family.has_extra_layers else ())
     for key in file.metadata:
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and name not in keys and not name.startswith(_GGUF_KEYS_FOR_IMAGES):
@@ -177,9 +183,11 @@ def _architecture(config: Settings, arch: str) -> str:
     return GGUF_ARCHITECTURES[arch]
 
 
-def _experts(config: Settings, family: Family, tensors: Collection[str]) -> ExpertsConfig | None:
+def _experts(config: Settings, family: Family, tensors: Collection[str], num_layers: int) -> ExpertsConfig | None:
     if family.experts is None:
         return None
+    if family.gguf_experts is not None:
+        return family.gguf_experts(config, num_layers)
     return gguf_experts(
         config,
         tensors,

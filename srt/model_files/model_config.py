@@ -83,6 +83,8 @@ class ModelConfig:
     """None: queries and keys are not normalised"""
     experts: ExpertsConfig | None = None
     """of the sparse layers; None: all layers are dense"""
+    num_extra_layers: int = 0
+    """layers of the checkpoint after the last one, which predict further tokens; they are not read"""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """from the config and the generation config; the tokenizer may add others"""

@@ -89,7 +89,10 @@ class Experts:
         *,
         biased: bool = False,
         gate: ClampedGate | None = None,
+        corrected: bool = False,
     ) -> None:
+        """`corrected`: whether the router has sigmoids. Their corrections are even, so that those of other experts are
+        far apart."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(rows: int, columns: int) -> list[Any]:
@@ -100,6 +103,8 @@ class Experts:
         self.gate_ups = [pack_gated(w, compact=kind.compact) for w in draw(2 * inner, hidden)]
         self.downs = [pack(w, compact=kind.compact) for w in draw(hidden, inner)]
         self.gate = gate
+        self.scale = 2.5 if corrected else 1.0
+        self.corrections = torch.randint(-1, 2, (num_experts,), generator=generator).float() * 2 if corrected else None
         self.gate_up_biases: list[torch.Tensor] = []
         self.down_biases: list[torch.Tensor] = []
         self.plain_gate_up_biases = torch.randn(num_experts, 2 * inner, generator=generator)
@@ -111,8 +116,8 @@ class Experts:
         weights = self.gate_ups, self.downs, self.gate_up_biases, self.down_biases
         arguments = x, logits, *weights, self.inner, per_token, normalized, *(self.gate or (None, None))
         if self.kind.bits is not None:
-            return ops.quantized_experts(*arguments, self.kind.bits)
-        return ops.experts(*arguments)
+            return ops.quantized_experts(*arguments, self.kind.bits, self.corrections, self.scale)
+        return ops.experts(*arguments, self.corrections, self.scale)
 
     def of_one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """The result of one expert in float32, by the operations of linear layers."""
@@ -144,12 +149,16 @@ class Experts:
 
     def reference(self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool) -> torch.Tensor:
         """The same in float64, from the float32 results of each expert."""
-        shares = logits.double().softmax(-1)
+        shares, ranked = logits.double().softmax(-1), logits
+        if self.corrections is not None:
+            shares = logits.double().sigmoid()
+            ranked = (shares + self.corrections).float()  # torch rounds sigmoids of equal logits in several ways
         chosen = torch.zeros_like(shares)
-        order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :per_token]
+        order = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :per_token]
         chosen.scatter_(1, order, shares.gather(1, order))
         if normalized:
             chosen /= chosen.sum(-1, keepdim=True)
+        chosen *= self.scale
         out = torch.zeros(x.shape, dtype=torch.float64)
         for expert in range(logits.shape[1]):
             tokens = (chosen[:, expert] > 0).nonzero().flatten()
@@ -181,6 +190,7 @@ def inputs(dtype: torch.dtype, tokens: int, hidden: int, num_experts: int, seed:
     tied=st.booleans(),
     biased=st.booleans(),
     gate=st.sampled_from([None, None, GATE]),
+    corrected=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_drawn_experts(
@@ -193,14 +203,15 @@ def test_drawn_experts(
     tied: bool,
     biased: bool,
     gate: ClampedGate | None,
+    corrected: bool,
     seed: int,
 ) -> None:
     drawn = KINDS[kind]
     hidden, inner = (drawn.multiple * (count if drawn.multiple <= 32 else 1) for count in words)
-    experts = Experts(drawn, num_experts, hidden, inner, seed, biased=biased, gate=gate)
+    experts = Experts(drawn, num_experts, hidden, inner, seed, biased=biased, gate=gate, corrected=corrected)
     per_token = max(1, round(share * num_experts))
     x, logits = inputs(drawn.dtype, tokens, hidden, num_experts, seed)
-    if tied:
+    if tied or corrected:
         logits = logits.round()
     found = experts(x, logits, per_token, normalized)
     assert found.dtype == drawn.dtype
@@ -340,6 +351,13 @@ def test_wrong_arguments_are_refused(kind: str) -> None:
     ):
         with pytest.raises(RuntimeError, match=error):
             experts(*arguments)
+    experts.scale = 2.0
+    with pytest.raises(RuntimeError, match="a scale needs corrections, got 2"):
+        experts(x, logits, 2)
+    experts.corrections = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="corrections must have shape"):
+        experts(x, logits, 2)
+    experts.corrections, experts.scale = None, 1.0
     experts.inner = 0
     with pytest.raises(RuntimeError, match="must have columns, got 64 and 0"):
         experts(x, logits, 2)

@@ -43,6 +43,11 @@ CONFIGS = {
         experts=replace(EXPERTS, shared=SharedExpert(96, has_gate=True)),
         qkv_bias=True,
     ),
+    "glm4_moe": replace(
+        CONFIG,
+        architecture="Glm4MoeForCausalLM",
+        experts=replace(EXPERTS, has_sigmoids=True, scale=2.5, shared=SharedExpert(64, has_gate=False)),
+    ),
     "gpt_oss": replace(CONFIG, architecture="GptOssForCausalLM", experts=CLAMPED, qkv_bias=True, o_bias=True),
 }
 MODELS = [
@@ -60,13 +65,15 @@ MODELS = [
     "granitemoeshared_none",
     "qwen2_moe",
     "qwen2_moe_all",
+    "glm4_moe",
+    "glm4_moe_sparse",
 ]
 
 
 def compiled_runner(runner: ModelRunner) -> ModelRunner:
     from tercet.model_executor.layers.cpu_layers import CpuExperts  # needs the operations
 
-    experts = runner.model.layers[0].experts
+    experts = runner.model.layers[-1].experts
     assert runner.model.compiled
     assert isinstance(experts.routed if isinstance(experts, WithSharedExpert) else experts, CpuExperts)
     return runner
@@ -171,6 +178,7 @@ def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: floa
         ("olmoe", "int4"),
         ("qwen2_moe", None),
         ("qwen2_moe_all", "int8"),
+        ("glm4_moe", None),
     ],
 )
 def test_the_cache_has_packed_experts(

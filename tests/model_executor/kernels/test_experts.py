@@ -50,7 +50,7 @@ def assert_covers(pairs: ExpertPairs, num_experts: int) -> None:
 @settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 2**31), rows=st.integers(1, 70), hidden=st.integers(1, 90), shape=shapes(), dtype=DTYPES,
-    normalized=st.booleans(), biased=st.booleans(), tile_rows=st.sampled_from([16, 32]),
+    normalized=st.booleans(), biased=st.booleans(), corrected=st.booleans(), tile_rows=st.sampled_from([16, 32]),
 )  # fmt: skip
 def test_the_choice_is_the_twins(
     seed: int,
@@ -60,12 +60,16 @@ def test_the_choice_is_the_twins(
     dtype: torch.dtype,
     normalized: bool,
     biased: bool,
+    corrected: bool,
     tile_rows: int,
 ) -> None:
     num_experts, top_k = shape
-    layer = draw_layer(seed, num_experts, top_k, hidden, 1, dtype, biased=biased)
+    layer = draw_layer(seed, num_experts, top_k, hidden, 1, dtype, biased=biased, corrected=corrected)
     x, router = draw_rows(seed, rows, hidden, dtype), layer.router
+    if corrected:
+        x = x.clamp(-1, 1)  # sigmoids of larger logits are equal
     options = {"normalized": normalized, "tile_rows": tile_rows, "bias": layer.router_bias}
+    options |= {"corrections": layer.corrections, "scale": layer.scale}
     with permuted_programs(seed), used_memory(seed):
         found = choose_experts(x, router, top_k, **options)
     expected = choose_experts_ref(x, router, top_k, **options)
@@ -92,6 +96,7 @@ def test_the_bound_of_tiles_is_reached(num_pairs: int, num_experts: int, tile_ro
 @given(
     seed=st.integers(0, 2**31), rows=st.integers(1, 70), hidden=st.integers(1, 80), inter=st.integers(1, 40),
     shape=shapes(), dtype=DTYPES, normalized=st.booleans(), biased=st.booleans(), gate=st.sampled_from([None, GATE]),
+    corrected=st.booleans(),
 )  # fmt: skip
 def test_is_the_twin_in_float64(
     seed: int,
@@ -103,9 +108,13 @@ def test_is_the_twin_in_float64(
     normalized: bool,
     biased: bool,
     gate: ClampedGate | None,
+    corrected: bool,
 ) -> None:
-    layer = draw_layer(seed, *shape, hidden, inter, dtype, normalized=normalized, biased=biased, gate=gate)
+    options = {"normalized": normalized, "biased": biased, "gate": gate, "corrected": corrected}
+    layer = draw_layer(seed, *shape, hidden, inter, dtype, **options)
     x = draw_rows(seed, rows, hidden, dtype)
+    if corrected:
+        x = x.clamp(-1, 1)  # sigmoids of larger logits are equal
     with permuted_programs(seed), used_memory(seed):
         assert layer.error(x) <= TOLERANCE[dtype]
 

@@ -38,6 +38,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("olmo2", True),
         ("glm4", False),
         ("glm4_yarn", True),
+        ("glm4_moe", False),
+        ("glm4_moe_sparse", True),
         ("seed_oss", True),
         ("ernie4_5_biases", True),
         ("seed_oss_out", False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,10 @@ def of_token(x, router, experts, config):
     """The definition, for one token: x [hidden] -> float64 [hidden]."""
     x = x.double()
     logits = router.weight.double() @ x
-    p = (logits if router.bias is None else logits + router.bias).softmax(0)
-    chosen = sorted(range(config.num_experts), key=lambda number: (-p[number].item(), number))
+    logits = logits if router.bias is None else logits + router.bias
+    p = logits.sigmoid() if config.has_sigmoids else logits.softmax(0)
+    ranked = p if router.corrections is None else p + router.corrections
+    chosen = sorted(range(config.num_experts), key=lambda number: (-ranked[number].item(), number))
     chosen = sorted(chosen[: config.num_experts_per_token])
     total = sum(p[number] for number in chosen) if config.normalized else 1.0
     out = torch.zeros_like(x)
@@ -35,7 +39,9 @@ def of_token(x, router, experts, config):
             gate, up = gate.minimum(torch.tensor(limit)), up.clamp(-limit, limit)
             inner = gate / (1 + (-alpha * gate).exp()) * (up + 1)
         outputs = weights.down.double() @ inner
-        out += p[number] / total * (outputs if weights.down_bias is None else outputs + weights.down_bias)
+        out += (
+            p[number] / total * config.scale * (outputs if weights.down_bias is None else outputs + weights.down_bias)
+        )
     return out
 
 
@@ -48,7 +54,8 @@ def make(config, dtype, seed=0):
     def bias(size):
         return random(4, size)[0] if config.has_biases else None
 
-    router = RouterWeights(random(config.num_experts, HIDDEN), bias(config.num_experts))
+    corrections = torch.randn(config.num_experts, generator=generator) if config.has_sigmoids else None
+    router = RouterWeights(random(config.num_experts, HIDDEN), bias(config.num_experts), corrections)
     experts = [
         ExpertWeights(random(2 * INTER, HIDDEN), random(HIDDEN, INTER), bias(2 * INTER), bias(HIDDEN))
         for _ in range(config.num_experts)
@@ -65,9 +72,10 @@ def make(config, dtype, seed=0):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     gate=st.sampled_from([None, ClampedGate(1.702, 0.6), ClampedGate(0.5, 7.0)]),
     has_biases=st.booleans(),
+    has_sigmoids=st.booleans(),
 )
 def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(
-    num_experts, of_token_count, normalized, num_tokens, dtype, gate, has_biases
+    num_experts, of_token_count, normalized, num_tokens, dtype, gate, has_biases, has_sigmoids
 ):
     config = ExpertsConfig(
         num_experts=num_experts,
@@ -76,7 +84,11 @@ def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(
         normalized=normalized,
         gate=gate,
         has_biases=has_biases,
+        has_sigmoids=has_sigmoids,
+        scale=2.5 if has_sigmoids else 1.0,
     )
+    if has_sigmoids:
+        dtype = torch.float32  # a rounding to bfloat16 may change the choice
     router, experts, x = make(config, dtype, seed=num_experts)
     x = x[:num_tokens]
     layer = TorchLayers().experts(router, experts, config)
@@ -110,12 +122,15 @@ def test_each_token_has_the_shared_expert(dtype, has_gate):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_batch(dtype):
-    config = ExpertsConfig(num_experts=8, num_experts_per_token=3, intermediate_size=INTER, normalized=True)
+@pytest.mark.parametrize("has_sigmoids", [False, True])
+def test_a_row_has_the_same_bits_in_any_batch(dtype, has_sigmoids):
+    config = ExpertsConfig(
+        num_experts=7, num_experts_per_token=3, intermediate_size=INTER, normalized=True, has_sigmoids=has_sigmoids
+    )
     router, experts, x = make(config, dtype)
     layer = TorchLayers().experts(router, experts, config)
     whole = layer(x)
-    for start, stop in ((0, 1), (5, 8), (7, 200), (299, 300)):
+    for start, stop in ((0, 1), (5, 8), (7, 200), *zip(range(100, 140), range(101, 141), strict=True), (299, 300)):
         assert torch.equal(layer(x[start:stop]), whole[start:stop])
 
 
@@ -126,6 +141,18 @@ def test_the_smaller_number_of_equal_experts_is_chosen():
     found = choose_experts(logits, config)
     assert found.experts.tolist() == [[0, 1, 2], [40, 9, 50]]
     torch.testing.assert_close(found.weights.sum(1), torch.ones(2))
+
+
+def test_corrections_change_the_choice_and_not_the_weights():
+    config = ExpertsConfig(
+        num_experts=3, num_experts_per_token=2, intermediate_size=INTER, normalized=False, has_sigmoids=True, scale=4.0
+    )
+    logits = torch.tensor([[0.0, 40.0, 0.0]])
+    found = choose_experts(logits, config, torch.tensor([0.0, -1.0, 0.25]))
+    assert found.experts.tolist() == [[2, 0]] and found.weights.tolist() == [[2.0, 2.0]]
+    normalized = replace(config, normalized=True)
+    assert choose_experts(logits, normalized, torch.zeros(3)).weights[0, 0] == 4 / 1.5
+    assert choose_experts(logits - 1000, normalized, torch.zeros(3)).weights.tolist() == [[0.0, 0.0]]
 
 
 def test_weights_that_are_not_normalized_are_those_of_all_experts():

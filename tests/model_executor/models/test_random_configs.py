@@ -123,6 +123,19 @@ OF_FAMILY = {
     ),
     "glm": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
     "glm4": some(attention_bias=[False, True], partial_rotary_factor=[0.5, 1]),
+    "glm4_moe": st.builds(
+        dict.__or__,
+        some(
+            attention_bias=[False, True],
+            partial_rotary_factor=[0.5, 1],
+            use_qk_norm=[False, True],
+            norm_topk_prob=[False, True],
+            routed_scaling_factor=[0.5, 2.5],
+            first_k_dense_replace=[0, 1, 2],
+            n_shared_experts=[1, 3],
+        ),
+        fixed(moe_intermediate_size=[16, 48], n_routed_experts=[8, 11]),
+    ),
     "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),
     "seed_oss": some(attention_bias=[False, True], attention_out_bias=[False, True], mlp_bias=[False, True]),
     "exaone4": st.builds(

@@ -146,6 +146,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "granitemoe",
         "granitemoeshared",
         "qwen2_moe_all",
+        "glm4_moe_sparse",
     ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
@@ -166,6 +167,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "gemma3_scaled",
         "gpt_oss",
         "glm4",
+        "glm4_moe",
         "seed_oss",
         "ernie4_5_biases",
         "exaone4",

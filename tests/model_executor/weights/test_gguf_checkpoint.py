@@ -53,6 +53,8 @@ CPU = torch.device("cpu")
         ("granite_biases", "granite"),
         ("glm4", "glm4"),
         ("glm4_yarn", "glm4"),
+        ("glm4_moe", "glm4moe"),
+        ("glm4_moe_sparse", "glm4moe"),
         ("ernie4_5", "ernie4_5"),
         ("seed_oss", "seed_oss"),
         ("seed_oss_out", "seed_oss"),

@@ -84,6 +84,24 @@ EXPERTS = {
     "granitemoeshared_none": ExpertsConfig(
         num_experts=3, num_experts_per_token=2, intermediate_size=96, normalized=True
     ),
+    "glm4_moe": ExpertsConfig(
+        num_experts=6,
+        num_experts_per_token=3,
+        intermediate_size=32,
+        normalized=True,
+        has_sigmoids=True,
+        scale=2.5,
+        dense_layers=(0,),
+        shared=SharedExpert(64, has_gate=False),
+    ),
+    "glm4_moe_sparse": ExpertsConfig(
+        num_experts=5,
+        num_experts_per_token=2,
+        intermediate_size=64,
+        normalized=False,
+        has_sigmoids=True,
+        shared=SharedExpert(64, has_gate=False),
+    ),
     "gpt_oss": ExpertsConfig(
         num_experts=5,
         num_experts_per_token=2,
@@ -114,6 +132,8 @@ def test_what_transformers_writes(name, tmp_path):
         "qwen3_moe_all": (32,),
         "qwen2_moe": (96, 32, 64),
         "qwen2_moe_all": (32, 160),
+        "glm4_moe": (96, 32, 64),
+        "glm4_moe_sparse": (64, 64),
         "granitemoeshared": (96, 64),
         "granitemoeshared_biases": (96, 128),
     }
