@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "attention_scratch.h"
 #include "kv_tiles.h"
 #include "saved_splits.h"
 #include "soft_cap.h"
@@ -60,37 +61,11 @@ class Attention {
   }
 
  private:
-  /// The memory of one thread for one task.
-  struct Scratch {
-    std::vector<C> q, k_panels, v_panels, weights;
-    std::vector<float> scores, split, total;
-    std::vector<Panels> panels;
-    Tile tiles[kTilesPerSplit + 1];  // of a split, and the one after it
-
-    static Scratch& with_room_for(int64_t heads, int64_t rows, int64_t width) {
-      static thread_local Scratch scratch;
-      scratch.grow(scratch.q, rows * width);
-      scratch.grow(scratch.k_panels, heads * kTile * width);
-      scratch.grow(scratch.v_panels, heads * kSplit * width);
-      scratch.grow(scratch.weights, rows * kSplit);
-      scratch.grow(scratch.scores, rows * kTile);
-      scratch.grow(scratch.split, padded_rows(rows) * (width + 2));
-      scratch.grow(scratch.total, padded_rows(rows) * (width + 2));
-      scratch.grow(scratch.panels, heads * kTilesPerSplit);
-      return scratch;
-    }
-
-    template <typename N>
-    static void grow(std::vector<N>& numbers, size_t size) {
-      if (numbers.size() < size) numbers.resize(size);
-    }
-  };
+  using Scratch = AttentionScratch<C, Reader>;
 
   /// Rows of a task for one KV head. The rows of a task are those of its first KV head, then those of the next.
   int64_t rows_per_head(const Task& task) const { return task.queries.size() * group_; }
   int64_t num_rows(const Task& task) const { return task.kv_heads.size() * rows_per_head(task); }
-  /// Rows that memory is reserved for: m and l have whole vectors.
-  static int64_t padded_rows(int64_t rows) { return round_up(rows, kLanes); }
 
   /// The partial result of a task in a thread's memory.
   static Partial partial(std::vector<float>& memory, int64_t rows) {

@@ -114,8 +114,8 @@ struct Packed {
   static constexpr int64_t kWholeRows = kMaxRows;
   /// Most rows that multiply several panels at once.
   static constexpr int64_t kFewRows = 2;
-  /// Whether several pieces of rows prefetch before each part, as `PrefetchOfParts`.
-  static constexpr bool kPrefetchesParts = std::is_same_v<X, float>;
+  /// Whether several pieces of rows prefetch before each part, as `PrefetchOfParts`. With AVX-512 it was not measured.
+  static constexpr bool kPrefetchesParts = std::is_same_v<X, float> && kLanes == 8;
   /// Bytes of a row of x.
   int64_t row_bytes() const { return k * sizeof(X); }
   /// Bytes of so many numbers of all columns of a panel.
