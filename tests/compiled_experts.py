@@ -19,10 +19,13 @@ MODELS = {
     "qwen3-30b": (2048, 768, 128, 8, True),
     "mixtral-8x7b": (4096, 14336, 8, 2, True),
     "gpt-oss-20b": (2880, 2880, 32, 4, True),
+    "glm-4.5-air": (4096, 1408, 128, 8, True),
 }
 """Width of the hidden state, width of an expert, experts, experts of a token, and whether weights are normalised."""
 GATES = {"gpt-oss-20b": ClampedGate(1.702, 7.0)}
 """Of the models whose experts have biases"""
+SCALES = {"glm-4.5-air": 1.0}
+"""Of the models whose routers have sigmoids"""
 TOKENS = {"few": 4, "some": 100, "many": 4096}
 """Numbers of tokens that have other kernels: one program chooses, more do, and tiles are higher."""
 
@@ -45,7 +48,8 @@ def expert_launches(
         experts.experts_forward(
             meta(TOKENS[tokens], hidden, dtype=dtype), meta(num_experts, hidden, dtype=dtype),
             experts.expert_weight_tables(*weights, *biases, **scales), top_k, normalized=normalized,
-            router_bias=router_bias, gate=gate,
+            router_bias=router_bias, gate=gate, scale=SCALES.get(model, 1.0),
+            corrections=meta(num_experts, dtype=torch.float32) if model in SCALES else None,
         )  # fmt: skip
     return launches
 

@@ -57,6 +57,8 @@ def products(model: str, tokens: str, dtype: torch.dtype) -> list[Launch]:
         ("sm_90", "few", "gpt-oss-20b"),
         ("sm_90", "many", "gpt-oss-20b"),
         ("gfx942", "many", "gpt-oss-20b"),
+        ("sm_90", "few", "glm-4.5-air"),
+        ("sm_90", "many", "glm-4.5-air"),
     ],
 )
 def test_compiles_and_fits(arch: str, tokens: str, model: str) -> None:
