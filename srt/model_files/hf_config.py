@@ -109,7 +109,7 @@ def config_from_hf(
         mlp_bias=_has_bias(config, family.mlp_bias),
         qk_norm=family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else None,
         experts=None if family.experts is None else family.experts(config, num_layers),
-        num_extra_layers=config.integer("num_nextn_predict_layers", minimum=0) if family.has_extra_layers else 0,
+        num_extra_layers=_num_extra_layers(config) if family.has_extra_layers else 0,
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tuple(dict.fromkeys((*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")))),
         dtype=dtype,
@@ -136,6 +136,10 @@ def _multipliers(config: Settings, family: Family, head_dim: int, dtype: str | N
     query_scalar = config.optional_number("query_pre_attn_scalar") if family.has_query_scalar else None
     root = math.sqrt(config.integer("hidden_size"))
     return _Multipliers((query_scalar or head_dim) ** -0.5, _rounded(root, dtype) if family.scales_embeddings else 1.0)
+
+
+def _num_extra_layers(config: Settings) -> int:
+    return config.integer("num_nextn_predict_layers", minimum=0, maximum=MAX_LAYERS)
 
 
 def _has_bias(config: Settings, of_family: bool | str) -> bool:

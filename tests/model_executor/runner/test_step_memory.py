@@ -51,6 +51,7 @@ SHAPES = {
     "many experts": {"experts": replace(EXPERTS, num_experts_per_token=32, intermediate_size=96)},
     "clamped experts": {"experts": replace(EXPERTS, gate=ClampedGate(1.702, 7.0), has_biases=True)},
     "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
+    "experts with sigmoids": {"experts": replace(EXPERTS, has_sigmoids=True, scale=2.5)},
     "shared expert": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=True))},
     "shared expert without a gate": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=False))},
     "gemma": GEMMA,

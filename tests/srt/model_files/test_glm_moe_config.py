@@ -106,6 +106,7 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
         ({"routed_scaling_factor": 0}, "routed_scaling_factor must be a finite number above 0"),
         ({"n_routed_experts": 4}, "a token must have from 1 to 4 experts.*got 8"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer"),
+        ({"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers must be an integer from 0 to 10000"),
         ({"sliding_window": 4096}, "sliding_window is not supported"),
     ],
 )
