@@ -18,6 +18,7 @@ from typing import Any, Literal
 from ..srt.arrays import Int32Array
 from ..srt.errors import InvalidRequest
 from ..srt.grammar_spec import GrammarSpec
+from . import gbnf
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, Matcher, Vocabulary, invalid
 from .json_schema import closed, is_any, is_plain, load_schema, with_real_days
 from .structural_tag import form_of, lark_of, schemas_in
@@ -184,7 +185,7 @@ def _lark_of_ebnf(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark  # on first use, as the module's docstring says
 
     try:
-        return str(gbnf_to_lark(text))
+        return str(gbnf_to_lark(gbnf.plain(text)))
     except RecursionError:
         raise ValueError("the rules are nested too deeply") from None
     except Exception as error:  # the library raises bare Exceptions
