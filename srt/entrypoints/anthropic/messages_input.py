@@ -126,6 +126,8 @@ class _MessagesReader:
         if isinstance(message.content, str):
             self.add(message.role, message.content)
             return
+        if not message.content:
+            self._turn_of(message.role)
         for i, block in enumerate(message.content):
             _check(block, message.role, f"{path}[{i}]")
             if block.type == "tool_result":
