@@ -21,7 +21,7 @@ from ..srt.grammar_spec import GrammarSpec
 from . import gbnf
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, Matcher, Vocabulary, invalid
 from .json_schema import closed, is_any, is_plain, load_schema, with_real_days
-from .structural_tag import form_of, lark_of, schemas_in
+from .structural_tag import check_last_escape, form_of, lark_of, schemas_in
 
 Backend = Literal["auto", "xgrammar", "llguidance", "none"]
 EXTRA = "tercet[grammar]"
@@ -175,6 +175,7 @@ class LLGuidanceCompiler:
             schema = {**schema, "x-guidance": JSON_OPTIONS}
             return str(library.grammar_from_json_schema(json.dumps(schema)))
         if spec.kind == "regex":
+            check_last_escape(spec.text)
             return str(library.grammar_from_regex(spec.text))
         if spec.kind == "structural_tag":
             return str(library.grammar_from_lark(lark_of(spec.text, self._special_texts, JSON_OPTIONS)))

@@ -351,9 +351,17 @@ def _list(form: Mapping[str, Any], name: str) -> list[Any]:
     return value
 
 
+def check_last_escape(pattern: str) -> None:
+    """Raises ValueError if a regular expression ends within an escape, which llguidance would leave out."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("the regular expression ends with a backslash that escapes nothing")
+
+
 def _slashed(pattern: str) -> str:
-    """A regular expression between slashes: a slash in it is escaped, and so is a line break."""
-    return re.sub(r"\\.|/|\n", lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), pattern)
+    """A regular expression between slashes: a slash in it is escaped, and so is a line break. Raises ValueError."""
+    check_last_escape(pattern)
+    plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"\\.|/|\n", lambda match: plain.get(match[0], match[0]), pattern, flags=re.DOTALL)
 
 
 def _pattern_of(text: str) -> str:

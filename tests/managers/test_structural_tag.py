@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,8 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     ({"type": "json_schema", "json_schema": True}, ["1", '{"a": [null]}'], ["", "a"]),
     ({"type": "regex", "pattern": "a\nb"}, ["a\nb"], ["anb", "ab"]),
+    ({"type": "regex", "pattern": re.escape("a\nb/")}, ["a\nb/"], ["a\\nb/", "ab/"]),
+    ({"type": "regex", "pattern": "[\\\n/]"}, ["\n", "/"], ["\\", "n"]),
     (tag(TEXT, end="\n."), ["<t>a\nb\n."], ["<t>a\nb\nc", "<t>an."]),
     (after_thought({"type": "or", "elements": [A, tag(NUMBER)]}), ["A", "<t>7</t>", "so</think>A"], ["so A", "B"]),
     (after_thought({"type": "sequence", "elements": [{"type": "star", "content": A}, B]}), ["AAB", "B"], ["A", "so B"]),
@@ -183,6 +186,17 @@ def test_a_format_takes_what_it_says(form: dict[str, Any], good: list[str], bad:
         assert takes(grammar, text), text
     for text in bad:
         assert not takes(grammar, text), text
+
+
+def test_a_pattern_that_ends_within_an_escape_is_refused() -> None:
+    ends = {"type": "regex", "pattern": "a\\"}
+    regex = spec_of(regex=ends["pattern"])
+    for form in (ends, tag(ends), {"type": "sequence", "elements": [ends, ends]}):
+        with pytest.raises(InvalidRequest, match=r"structural_tag cannot be used: .* ends with"):
+            grammar_of(form)
+    with pytest.raises(InvalidRequest, match=r"regex cannot be used: .* ends with"):
+        make_compiler("llguidance", VOCABULARY).compile(regex)
+    assert takes(grammar_of({"type": "regex", "pattern": r"a\\"}), "a\\")
 
 
 def test_a_special_token_in_a_tag_is_that_token() -> None:
