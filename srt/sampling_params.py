@@ -144,7 +144,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in given:
             text = getattr(self, name)
             size = _utf8_len(text)
-            _check(name, f"{size} bytes", size <= MAX_GRAMMAR_BYTES, f"at most {MAX_GRAMMAR_BYTES} bytes long")
+            _check(name, size, size <= MAX_GRAMMAR_BYTES, f"at most {MAX_GRAMMAR_BYTES} bytes long")
             is_unicode = text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
             _check(name, text, is_unicode, "valid Unicode without lone surrogates")
 

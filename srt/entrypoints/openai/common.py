@@ -50,7 +50,9 @@ def sampling_of(
     except InvalidRequest as error:
         their_name = {ours: theirs for theirs, ours in _OUR_NAME.items()} | {"max_new_tokens": max_tokens_field}
         if error.param in GRAMMAR_FIELDS:
-            raise InvalidRequest(error.message, param=grammar_field(body)) from None
+            field = grammar_field(body)
+            assert field is not None
+            raise InvalidRequest(error.message.replace(error.param, field, 1), param=field) from None
         if error.param not in their_name:
             raise
         message = error.message

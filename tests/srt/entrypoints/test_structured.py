@@ -56,7 +56,11 @@ def site() -> Iterator[Site]:
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "got an empty one"),
         ({"structured_outputs": {"guided": "a"}}, "structured_outputs.guided", "unknown field"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "regex", "bytes long"),
-        ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}}, "structured_outputs", "bytes long"),
+        (
+            {"structured_outputs": {"choice": ["a" * (MAX_GRAMMAR_BYTES + 1)]}},
+            "structured_outputs",
+            f"structured_outputs must be at most {MAX_GRAMMAR_BYTES} bytes long, got {MAX_GRAMMAR_BYTES + 1}",
+        ),
         ({"structural_tag": "a" * (MAX_GRAMMAR_BYTES + 1)}, "structural_tag", "structural_tag must be"),
         # What the judge of grammars says names the field of the client.
         ({"regex": "bad"}, "regex", "the grammar is bad"),
@@ -154,6 +158,8 @@ def test_an_engine_without_a_tokenizer_has_no_grammars() -> None:
     site = Site(skip_tokenizer_init=True)
     error = site.refused("/generate", {"input_ids": [1], "sampling_params": {"regex": "a"}})
     assert error["param"] == "sampling_params.regex" and "needs a tokenizer" in error["message"]
+    error = site.refused("/v1/completions", {"prompt": [1], "structured_outputs": {"choice": ["a"]}})
+    assert error["message"].startswith("structured_outputs needs a tokenizer"), "the client has sent no pattern"
     site.close()
 
 
