@@ -165,6 +165,7 @@ def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
     gc.disable()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # the parent decides what they mean
+    _enter(None)
     try:
         if not _has_spec(0):
             _load_modules(role)
@@ -174,9 +175,7 @@ def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
         spec = read_spec(_STDIN)
     except EOFError:
         return 1
-    if spec.work_dir is not None:
-        with contextlib.suppress(OSError):  # it may have been removed, and absolute paths do not need it
-            os.chdir(spec.work_dir)
+    _enter(spec.work_dir)
     log.configure(role, spec.server_args.log_level, spec.server_args.log_format)
     life = _Life(role, spec, parent)
     run = roles[role]
@@ -190,6 +189,17 @@ def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
     finally:
         if parent.is_gone():  # without removing it
             life.run_dir.remove()
+
+
+def _enter(folder: str | None) -> None:
+    """Changes to a folder (None: the present one), or to / if that is not possible, such as after its removal.
+
+    oneMKL ends a process that computes its first product in a removed folder.
+    """
+    try:
+        os.chdir(os.getcwd() if folder is None else folder)
+    except OSError:
+        os.chdir("/")  # absolute paths do not need the folder
 
 
 def _has_spec(timeout_s: float) -> bool:

@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from ..env import child_environment
@@ -223,5 +223,12 @@ def _environment(role: Role) -> dict[str, str]:
     # The child searches for modules in the same places as this process. This process may have found the package in its
     # working directory (the entry ""), and may have left that directory since.
     found_in = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, found_in])
+    environment["PYTHONPATH"] = os.pathsep.join(_absolute([*sys.path, found_in]))
     return environment
+
+
+def _absolute(paths: Iterable[str]) -> Iterator[str]:
+    """Without the relative ones if the working directory was removed: they lead nowhere."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            yield os.path.abspath(path)

@@ -238,6 +238,25 @@ assert psutil.Process(core.child_pids["scheduler"]).cwd() == root
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("is_early", [True, False], ids=["before the start", "later"])
+def test_the_folder_of_a_notebook_may_be_removed(tmp_path: Path, is_early: bool) -> None:
+    """oneMKL ends a process that computes its first product in a removed folder."""
+    (tmp_path / "removed").mkdir()
+    before = f"import os, psutil\nos.chdir({str(tmp_path / 'removed')!r})\n"
+    remove = f"os.rmdir({str(tmp_path / 'removed')!r})\n"
+    after = """
+core = engine._thread.core
+for pid in (core._spares["scheduler"].pid, core.child_pids["scheduler"]):
+    os.kill(pid, signal.SIGKILL)
+*_, last = stream
+assert (last["meta_info"]["completion_tokens"], last["meta_info"]["num_recoveries"]) == (400, 1)
+assert psutil.Process(core.child_pids["scheduler"]).cwd() == "/"
+"""
+    before, after = (before + remove, after) if is_early else (before, remove + after)
+    ran = _run_script(tmp_path, after, before=before)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_ctrl_c_in_a_shutdown_that_takes_long_leaves_nothing_behind(tmp_path: Path) -> None:
     code = """
 import threading
@@ -281,7 +300,7 @@ def _run_script(tmp_path: Path, code: str, before: str = "", **env: str) -> subp
         timeout=60,
     )
     pids = [int(word) for word in ran.stdout.split()[:2]]
-    assert len(pids) == 2
+    assert len(pids) == 2, ran.stderr
     assert all(is_gone(pid) for pid in pids)
     assert os.listdir(run_dirs) == []
     return ran
