@@ -55,6 +55,9 @@ _STDIN = 0
 _PARENT_POLL_S = 0.5
 _PARENT_END_S = 1.0
 _LOWEST_PRIORITY = 19
+_LOAD_POLL_S = 0.05
+_LOAD_GRACE_S = 2.0
+"""How long a spare process that gets its spec goes on to load its modules at the lowest priority."""
 _MODULES = {"scheduler": "...managers.scheduler_process"}
 """What a spare process of a role imports."""
 
@@ -210,7 +213,9 @@ def _has_spec(timeout_s: float) -> bool:
 def _load_modules(role: str) -> None:
     """Imports what a spare process will need, at the lowest priority: it must not slow the running engine down.
 
-    A process cannot raise its priority again, but on Linux a priority belongs to a thread.
+    A process cannot raise its priority again, but on Linux a priority belongs to a thread. Beside programs that use all
+    cores, that thread may take minutes. If the process is needed meanwhile, it starts again at its own priority: this
+    function does not return, and all is as before, but stdin has the spec.
     """
     module = _MODULES.get(role)
     if module is None:
@@ -224,7 +229,11 @@ def _load_modules(role: str) -> None:
 
     thread = threading.Thread(target=load)
     thread.start()
-    thread.join()
+    while thread.is_alive() and not _has_spec(_LOAD_POLL_S):
+        pass
+    thread.join(_LOAD_GRACE_S)
+    if thread.is_alive():
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class _Parent:

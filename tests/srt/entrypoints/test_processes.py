@@ -206,6 +206,33 @@ def test_a_child_ends_when_its_parent_asks(
     asyncio.run(scenario())
 
 
+def test_a_spare_that_is_needed_does_not_wait_for_its_modules(
+    server_args: ServerArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside programs that use all cores, an import at the lowest priority may take minutes."""
+    began = tmp_path / "began"
+    (tmp_path / "endless.py").write_text(f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\ntime.sleep(3600)\n")
+    (tmp_path / "slow_child.py").write_text(
+        "import sys\nimport fake_child\nfrom tercet.srt.entrypoints import child\n"
+        'child._MODULES = {"scheduler": "endless"}\nsys.exit(child.main(fake_child.ROLES))\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def scenario() -> None:
+        run_dir = RunDir.create()
+        spare = ChildProcess.start("scheduler", "slow_child")
+        while not began.exists():
+            assert not spare.ended.done()
+            await asyncio.sleep(0.01)
+        spare.launch(server_args, run_dir)
+        await asyncio.wait_for(asyncio.shield(spare.ready), PATIENCE_S)
+        spare.ask_to_stop()
+        assert "exit code 0" in await asyncio.wait_for(spare.ended, PATIENCE_S)
+        run_dir.remove()
+
+    asyncio.run(scenario())
+
+
 def test_the_random_seed_is_drawn_once_for_all_processes(
     server_args: ServerArgs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
