@@ -41,8 +41,13 @@ NO_TORCH = [
 ]
 TORCH_IN_MEMORY_LAYER = "mem_cache.token_to_kv_pool"
 READS_ENVIRONMENT = "srt.env"
-STARTS_PROCESSES = {"srt.entrypoints.processes", "srt.entrypoints.fork_server", "benchmarks.server_process"}
-"""The engine's own, and the servers that a benchmark compares."""
+STARTS_PROCESSES = {
+    "srt.entrypoints.processes",
+    "srt.entrypoints.fork_server",
+    "srt.entrypoints.child",
+    "benchmarks.server_process",
+}
+"""The engine's own, of which a child may start itself again, and the servers that a benchmark compares."""
 NOT_IN_WHEEL = "benchmarks.peers"
 """Measures other engines. Setup.cfg does not list it, so a wheel is without it."""
 ASK_FOR_PEERS = {"benchmarks.compare", "benchmarks.bench_offline_throughput"}

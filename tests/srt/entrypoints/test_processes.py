@@ -211,7 +211,9 @@ def test_a_spare_that_is_needed_does_not_wait_for_its_modules(
 ) -> None:
     """Beside programs that use all cores, an import at the lowest priority may take minutes."""
     began = tmp_path / "began"
-    (tmp_path / "endless.py").write_text(f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\ntime.sleep(3600)\n")
+    (tmp_path / "endless.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\ntime.sleep(3600)\n"
+    )
     (tmp_path / "slow_child.py").write_text(
         "import sys\nimport fake_child\nfrom tercet.srt.entrypoints import child\n"
         'child._MODULES = {"scheduler": "endless"}\nsys.exit(child.main(fake_child.ROLES))\n'
