@@ -149,7 +149,7 @@ class Prefetcher {
   bool into_l1_;
 };
 
-/// Prefetches as much for a whole part of the words, before them. Their loop then has fewer instructions.
+/// Prefetches all bytes of a part before its words. So the loop over the words has fewer instructions.
 class PartPrefetcher {
  public:
   explicit PartPrefetcher(Prefetcher prefetcher) : prefetcher_(prefetcher) {}
@@ -170,7 +170,7 @@ struct Prefetch {
   Prefetcher start() const { return {from, bytes_per_word}; }
 };
 
-/// The same, of which a part of the words has few lines.
+/// What a product prefetches part by part, because the bytes of a part are few.
 struct PrefetchOfParts : Prefetch {
   PartPrefetcher start() const { return PartPrefetcher(Prefetch::start()); }
 };

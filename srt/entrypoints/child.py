@@ -214,8 +214,8 @@ def _load_modules(role: str) -> None:
     """Imports what a spare process will need, at the lowest priority: it must not slow the running engine down.
 
     A process cannot raise its priority again, but on Linux a priority belongs to a thread. Beside programs that use all
-    cores, that thread may take minutes. If the process is needed meanwhile, it starts again at its own priority: this
-    function does not return, and all is as before, but stdin has the spec.
+    cores, that thread may take minutes. If the spec comes meanwhile, this function does not return: the program starts
+    again at the usual priority, and finds the spec on stdin.
     """
     module = _MODULES.get(role)
     if module is None:
