@@ -67,6 +67,12 @@ def test_count_of_tokens(client: anthropic.Anthropic) -> None:
     assert count == usage.input_tokens + usage.cache_read_input_tokens
 
 
+def test_models(client: anthropic.Anthropic) -> None:
+    (only,) = client.models.list(limit=1)
+    assert only == client.models.retrieve(only.id)
+    assert (only.id, only.type, only.display_name) == (MODEL, "model", MODEL) and only.created_at.year > 2000
+
+
 def test_stop_sequence(client: anthropic.Anthropic) -> None:
     answer = ask(
         client, messages=[{"role": "user", "content": "Count from 1 to 9."}], stop_sequences=["4"], max_tokens=40

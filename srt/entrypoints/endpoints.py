@@ -161,6 +161,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/models",
         "Lists the served model and its LoRA adapters",
         models.list_models,
+        query=(
+            Query("limit", f"Maximum number of cards, 1 to {models.MAX_MODELS} (default)", "integer"),
+            Query("after_id", "Begin after the card with this id", "string"),
+            Query("before_id", "List the last cards before the one with this id", "string"),
+        ),
         answer=protocol.ModelList,
     ),
     Endpoint(

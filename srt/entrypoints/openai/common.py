@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request
 
 from ....managers.tokenizer_manager import TokenizerManager
 from ...errors import InvalidRequest
@@ -13,6 +14,7 @@ from ...io_struct import AbortFinish, LengthFinish, StopFinish
 from ...sampling_params import GRAMMAR_FIELDS, SamplingParams
 from ..job import Sample
 from ..request_names import RequestNames
+from ..wire import shown
 from .protocol import CachedTokensDetails, Extension, FinishName, OpenAIBody, PromptTokensDetails, Usage
 from .structured import grammar_field, grammar_of
 
@@ -123,3 +125,11 @@ class Frame:
         if not self._return_cached_tokens_details:
             return UNSET
         return Extension(CachedTokensDetails.of(one.counts for one in samples if one.generation.index == 0))
+
+
+def limit_of(request: Request, *, default: int, maximum: int) -> int:
+    """The query parameter `limit` of a list: most entries of the answer. Raises InvalidRequest."""
+    given = request.query_params.get("limit", str(default))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= maximum):
+        raise InvalidRequest(f"limit must be a number in [1, {maximum}], got {shown(given)}", param="limit")
+    return int(given)

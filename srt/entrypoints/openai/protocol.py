@@ -200,8 +200,19 @@ class ModelCard(msgspec.Struct, frozen=True):
     root: Annotated[str, doc("Name of the model's or adapter's folder or file, without the path on the server")]
     parent: Annotated[str | None, doc("The served name, in the card of an adapter; null in that of the model")]
     max_model_len: Annotated[int, doc("Maximum number of tokens of a prompt and its answer together")]
+    type: Annotated[Literal["model"], doc("Anthropic's name of `object`")]
+    display_name: Annotated[str, doc("The same as `id`, for Anthropic's clients")]
+    created_at: Annotated[str, doc("`created` as RFC 3339 writes it, for Anthropic's clients")]
+    lifecycle: Annotated[Literal["active"], doc("Always `active`, for Anthropic's clients")]
 
 
 class ModelList(msgspec.Struct, frozen=True):
+    """OpenAI's list of models, with the fields that Anthropic's list has."""
+
     object: Annotated[Literal["list"], doc("The type of this object")]
     data: Annotated[list[ModelCard], doc("The model that is served, and then its adapters")]
+    first_id: Annotated[str | None, doc("`id` of the first card, for `before_id`; null if there is none")]
+    last_id: Annotated[str | None, doc("`id` of the last card, for `after_id`; null if there is none")]
+    has_more: Annotated[
+        bool, doc("Whether further cards follow; with `before_id`, whether further cards precede these")
+    ]

@@ -14,6 +14,7 @@ from ...errors import InvalidRequest, ResponseNotFound, ResponseStoreOff, Unsupp
 from ..response_store import ResponseStore, StoredResponse
 from ..routing import SMALL_BODY_BYTES, Server, json_response
 from ..wire import doc, shown
+from .common import limit_of
 from .conversation_items import ConversationItem, items_read
 from .storing import FLAG, client_of
 
@@ -64,7 +65,8 @@ async def list_input_items(server: Server, request: Request, body: None) -> ASGI
     Raises ResponseStoreOff, ResponseNotFound, InvalidRequest.
     """
     _, _, stored = _find(server, request)
-    limit, is_descending = _limit(request), _is_descending(request)
+    limit = limit_of(request, default=_DEFAULT_ITEMS, maximum=MAX_ITEMS)
+    is_descending = _is_descending(request)
     if stored.turn.num_conversation_bytes > SMALL_BODY_BYTES:
         items = await asyncio.to_thread(items_read, stored.turn)
     else:
@@ -88,13 +90,6 @@ def _find(server: Server, request: Request) -> tuple[ResponseStore, str, StoredR
             param="response_id",
         )
     return store, response_id, stored
-
-
-def _limit(request: Request) -> int:
-    given = request.query_params.get("limit", str(_DEFAULT_ITEMS))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= MAX_ITEMS):
-        raise InvalidRequest(f"limit must be a number in [1, {MAX_ITEMS}], got {shown(given)}", param="limit")
-    return int(given)
 
 
 def _is_descending(request: Request) -> bool:

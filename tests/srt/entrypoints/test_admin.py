@@ -200,11 +200,14 @@ def test_models(site: Site) -> None:
         "root": "tiny-1",
         "parent": None,
         "max_model_len": CONTEXT_LEN,
+        "type": "model",
+        "display_name": "tiny",
+        "lifecycle": "active",
     }
     listed = site.get("/v1/models").json()
     assert listed["object"] == "list"
     (only,) = listed["data"]
-    assert only.pop("created") > 1_600_000_000
+    assert only.pop("created") > 1_600_000_000 and only.pop("created_at")
     assert only == card
     assert site.get("/v1/models/tiny").json()["id"] == "tiny"
     assert site.get("/v1/models//models/tiny-1").json()["id"] == "tiny"

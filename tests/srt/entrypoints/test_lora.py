@@ -124,7 +124,7 @@ def test_a_server_without_adapters_names_the_flag(site: Site) -> None:
 def test_adapters_are_in_the_list_of_models(lora: LoraSite) -> None:
     base, card = lora.get("/v1/models").json()["data"]
     assert (base["id"], base["parent"]) == ("tiny", None)
-    assert card == {**base, "id": "pirate", "parent": "tiny", "root": "pirate-7"}
+    assert card == {**base, "id": "pirate", "display_name": "pirate", "parent": "tiny", "root": "pirate-7"}
     assert lora.get("/v1/models/pirate").json() == card and lora.get("/v1/models/tiny").json() == base
     assert lora.get("/v1/models/ninja").status_code == 404
     assert lora.get("/server_info").json()["loaded_lora_adapters"] == {"pirate": PIRATE.path}
