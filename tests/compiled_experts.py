@@ -48,7 +48,7 @@ def expert_launches(
         experts.experts_forward(
             meta(TOKENS[tokens], hidden, dtype=dtype), meta(num_experts, hidden, dtype=dtype),
             experts.expert_weight_tables(*weights, *biases, **scales), top_k, normalized=normalized,
-            router_bias=router_bias, gate=gate, scale=SCALES.get(model, 1.0),
+            router_bias=router_bias, gate=gate, sigmoids=model in SCALES, least_sum=1e-20, scale=SCALES.get(model, 1.0),
             corrections=meta(num_experts, dtype=torch.float32) if model in SCALES else None,
         )  # fmt: skip
     return launches

@@ -27,7 +27,9 @@ class ExpertLayer:
     gate_up_bias: list[torch.Tensor] = field(default_factory=list)
     down_bias: list[torch.Tensor] = field(default_factory=list)
     gate: ClampedGate | None = None
+    sigmoids: bool = False
     corrections: torch.Tensor | None = None
+    least_sum: float = 0.0
     scale: float = 1.0
     gate_up_scales: list[torch.Tensor] = field(default_factory=list)
     """of fp8 weights"""
@@ -38,15 +40,17 @@ class ExpertLayer:
         tables = expert_weight_tables(self.gate_up, self.down, self.gate_up_bias, self.down_bias, **scales)
         return experts_forward(
             x, self.router, tables, self.top_k, normalized=self.normalized, router_bias=self.router_bias,
-            corrections=self.corrections, scale=self.scale, gate=self.gate,
+            sigmoids=self.sigmoids, corrections=self.corrections, least_sum=self.least_sum, scale=self.scale,
+            gate=self.gate,
         )  # fmt: skip
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         """In float64."""
         return experts_forward_ref(
             x.double(), self.router.double(), self.gate_up, self.down, self.top_k, normalized=self.normalized,
-            router_bias=self.router_bias, corrections=self.corrections, scale=self.scale,
-            gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, gate=self.gate,
+            router_bias=self.router_bias, sigmoids=self.sigmoids, corrections=self.corrections,
+            least_sum=self.least_sum, scale=self.scale, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias,
+            gate=self.gate,
         )  # fmt: skip
 
     def error(self, x: torch.Tensor) -> float:
@@ -82,11 +86,11 @@ def draw_layer(
     normalized: bool = True,
     biased: bool = False,
     gate: ClampedGate | None = None,
-    corrected: bool = False,
+    corrected: str | None = None,
     device: str = "cpu",
 ) -> ExpertLayer:
-    """`biased`: whether the router and the experts have biases. `corrected`: whether the router has sigmoids. Their
-    corrections are even, so that those of other experts are far apart."""
+    """`biased`: whether the router and the experts have biases. `corrected`: "sigmoids" or "softmax" if the
+    router has corrections of them. They are even, so that those of other experts are far apart."""
     g = torch.Generator().manual_seed(seed)
 
     def weights(*shape: int) -> list[torch.Tensor]:
@@ -96,7 +100,8 @@ def draw_layer(
     router[:, 12:] = 0  # few terms: no probability is too small to be told from zero
     layer = ExpertLayer(router.to(device, dtype), weights(2 * inter, hidden), weights(hidden, inter), top_k, normalized)
     layer.gate = gate
-    if corrected:
+    if corrected is not None:
+        layer.sigmoids, layer.least_sum = corrected == "sigmoids", 0.25
         layer.corrections = torch.randint(-1, 2, (num_experts,), generator=g).to(device, torch.float32) * 2
         layer.scale = 2.5
     if biased:

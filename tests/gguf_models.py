@@ -107,6 +107,8 @@ def with_stacked_experts(state, arch):
             found[f"{name}.weight"] = array
         elif name.endswith("gate.e_score_correction_bias"):
             found[name.replace("gate.e_score_correction_bias", "corrections.bias")] = array
+        elif name.endswith("moe_statics.e_score_correction_bias"):
+            found[name.replace("gate.moe_statics.e_score_correction_bias", "corrections.bias")] = array[0]
         elif name.endswith("shared_expert_gate.weight"):
             found[name] = array[0]
         elif ".shared_mlp." in name:
@@ -183,6 +185,13 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
             "leading_dense_block_count": config.first_k_dense_replace, "expert_gating_func": 2,
             "expert_weights_norm": config.norm_topk_prob, "expert_weights_scale": config.routed_scaling_factor,
             "expert_shared_count": config.n_shared_experts,
+        } | keys  # fmt: skip
+    if arch == "ernie4_5-moe":
+        shared = config.moe_num_shared_experts
+        keys = {
+            "leading_dense_block_count": config.moe_layer_start_index,
+            "interleave_moe_layer_step": config.moe_layer_interval, "expert_shared_count": shared,
+            "expert_shared_feed_forward_length": shared * config.moe_intermediate_size,
         } | keys  # fmt: skip
     if arch in ("olmo2", "exaone4") and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -238,6 +239,24 @@ CONFIGS = {
     ),
     "ernie4_5": lambda: Ernie4_5Config(**BASE, head_dim=24, rope_parameters=dict(SMALL_THETA)),
     "ernie4_5_biases": lambda: Ernie4_5Config(**BASE, head_dim=16, use_bias=True, tie_word_embeddings=False),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
+        **BASE,
+        moe_num_experts=6,
+        moe_k=3,
+        moe_intermediate_size=32,
+        moe_num_shared_experts=2,
+        rope_parameters=dict(SMALL_THETA),
+    ),
+    "ernie4_5_moe_sparse": lambda: Ernie4_5_MoeConfig(
+        **BASE,
+        moe_num_experts=5,
+        moe_k=2,
+        moe_intermediate_size=64,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_norm_min=0.75,
+        tie_word_embeddings=False,
+    ),
     "exaone4": lambda: Exaone4Config(**BASE | {"num_hidden_layers": 5}, sliding_window=7, head_dim=24),
     "exaone4_types": lambda: Exaone4Config(
         **BASE,
@@ -355,6 +374,7 @@ def stored_tensors(model):
         if model.config.model_type in ("granitemoe", "granitemoeshared"):
             for of_transformers, of_files in GRANITE_NAMES.items():
                 name = name.replace(of_transformers, of_files)
+        name = name.replace(".gate.moe_statics.", ".moe_statics.")
         stem, is_experts, last = name.partition(".experts.")
         if not is_experts or model.config.model_type == "gpt_oss":
             found[name] = tensor

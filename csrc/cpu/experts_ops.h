@@ -22,10 +22,15 @@ struct ExpertArguments {
   /// of ClampedGate; none: the activation is silu(gate) * up
   optional<double> alpha, limit;
   /// of RoutingRule
+  bool sigmoids;
   optional<Tensor> corrections;
-  double scale;
+  double least_sum, scale;
 
-  RoutingRule rule() const { return {normalized, data_or_null<float>(corrections), static_cast<float>(scale)}; }
+  RoutingRule rule() const {
+    return {
+        normalized, sigmoids, data_or_null<float>(corrections), static_cast<float>(least_sum),
+        static_cast<float>(scale)};
+  }
 };
 
 /// Calls f with the activation.
@@ -59,6 +64,7 @@ struct ExpertTensors {
     TORCH_CHECK(
         0 < per_token && per_token <= num_experts, "a token must have 1 to ", num_experts, " experts, got ", per_token);
     if (arguments.corrections) check(*arguments.corrections, "corrections", at::kFloat, {num_experts});
+    TORCH_CHECK(arguments.corrections || !arguments.sigmoids, "sigmoids need corrections");
     TORCH_CHECK(arguments.corrections || arguments.scale == 1, "a scale needs corrections, got ", arguments.scale);
     const int64_t pairs = tokens * per_token;
     TORCH_CHECK(pairs <= std::numeric_limits<int32_t>::max(), "there are too many tokens");
@@ -231,11 +237,14 @@ inline Tensor experts_op(
     bool normalized,
     optional<double> alpha,
     optional<double> limit,
+    bool sigmoids,
     const optional<Tensor>& corrections,
+    double least_sum,
     double scale) {
   return run_experts_op(
       x, logits,
-      {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, corrections, scale});
+      {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, sigmoids, corrections,
+       least_sum, scale});
 }
 
 inline Tensor quantized_experts_op(
@@ -251,11 +260,14 @@ inline Tensor quantized_experts_op(
     optional<double> alpha,
     optional<double> limit,
     int64_t bits,
+    bool sigmoids,
     const optional<Tensor>& corrections,
+    double least_sum,
     double scale) {
   return run_quantized_experts_op(
       x, logits,
-      {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, corrections, scale}, bits);
+      {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, sigmoids, corrections,
+       least_sum, scale}, bits);
 }
 
 }  // namespace tercet

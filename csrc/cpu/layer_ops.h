@@ -83,6 +83,13 @@ Tensor widened_rows(const Tensor& x) {
   return floats;
 }
 
+/// x [rows, k] of bfloat16 -> the same as floats
+inline Tensor widened_op(const Tensor& x) {
+  check_rows(x, 1);
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "x must be bfloat16, got ", x.scalar_type());
+  return widened_rows(x);
+}
+
 /// Calls f.operator()<Kind<W>>() with the form W of a packed quantised weight, which its bytes per group tell.
 template <template <typename> typename Kind, typename F>
 void with_form(const Tensor& packed, const F& f) {

@@ -70,15 +70,16 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &quantized_gated_linear_op);
   m.def(
       "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
-      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, Tensor? corrections=None, "
-      "float scale=1.0) -> Tensor",
+      "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, bool sigmoids=False, "
+      "Tensor? corrections=None, float least_sum=0.0, float scale=1.0) -> Tensor",
       &experts_op);
   m.def(
       "quantized_experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
       "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, int bits, "
-      "Tensor? corrections=None, float scale=1.0) -> Tensor",
+      "bool sigmoids=False, Tensor? corrections=None, float least_sum=0.0, float scale=1.0) -> Tensor",
       &quantized_experts_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
+  m.def("widened(Tensor x) -> Tensor", &widened_op);
   m.def("scale_rows(Tensor(a!) x, float factor) -> ()", &scale_rows_op);
   m.def("add_gated(Tensor(a!) out, Tensor x, Tensor? gates) -> ()", &add_gated_op);
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> ()", &add_rms_norm_op);

@@ -29,9 +29,13 @@ struct Routing {
 struct RoutingRule {
   /// Whether the weights of a token's experts are divided by their sum.
   bool normalized;
-  /// [num_experts]: what is added to the sigmoids of logits for the choice; nullptr: a softmax takes their place
+  /// Whether the weights are sigmoids of logits. If not, they are the probabilities of a softmax over all experts.
+  bool sigmoids;
+  /// [num_experts]: what is added to the weights for the choice; nullptr: there are none, and no sigmoids
   const float* corrections;
-  /// What the weights are multiplied by, if there are corrections.
+  /// With corrections: what the sum of a token's weights is at least, where they are divided by it.
+  float least_sum;
+  /// With corrections: what the weights are multiplied by.
   float scale;
 };
 
@@ -69,21 +73,28 @@ inline void choose_by_softmax(
     for (int64_t i = 0; i < count; ++i) shares[i] /= chosen;
 }
 
-/// Chooses the experts of one token by the sigmoids of logits and the corrections. The sigmoids are their weights. If
-/// all logits are NaN, any experts are chosen, and all weights are NaN.
-inline void choose_by_sigmoid(
+/// Chooses the experts of one token by their weights and the corrections. If all logits are NaN, any experts are chosen,
+/// and all weights are NaN.
+inline void choose_corrected(
     const float* logits, const RoutingRule& rule, int64_t num_experts, int64_t count, int32_t* experts, float* shares) {
-  constexpr float kLeastSum = 1e-20f;  // no division by zero
-  const auto sigmoid = [=](int64_t expert) { return 1.f / (1.f + std::exp(-logits[expert])); };
+  float largest = 0, total = 1;
+  if (!rule.sigmoids) {
+    largest = *std::max_element(logits, logits + num_experts);
+    total = 0;
+    for (int64_t expert = 0; expert < num_experts; ++expert) total += std::exp(logits[expert] - largest);
+  }
+  const auto weight = [&](int64_t expert) {
+    return rule.sigmoids ? 1.f / (1.f + std::exp(-logits[expert])) : std::exp(logits[expert] - largest) / total;
+  };
   largest_experts(
-      num_experts, count, experts, shares, [&](int64_t expert) { return sigmoid(expert) + rule.corrections[expert]; });
+      num_experts, count, experts, shares, [&](int64_t expert) { return weight(expert) + rule.corrections[expert]; });
   std::sort(experts, experts + count);
   float chosen = 0;
   for (int64_t i = 0; i < count; ++i) {
-    shares[i] = sigmoid(experts[i]);
+    shares[i] = weight(experts[i]);
     chosen += shares[i];
   }
-  const float divisor = rule.normalized ? std::max(chosen, kLeastSum) : 1.f;
+  const float divisor = rule.normalized ? std::max(chosen, rule.least_sum) : 1.f;
   for (int64_t i = 0; i < count; ++i) shares[i] = shares[i] / divisor * rule.scale;
 }
 
@@ -96,7 +107,7 @@ inline void route(const float* logits, int64_t tokens, const RoutingRule& rule, 
       const int64_t at = token * per_token;
       const float* of_token = logits + token * to.num_experts;
       if (rule.corrections)
-        choose_by_sigmoid(of_token, rule, to.num_experts, per_token, to.experts + at, to.shares + at);
+        choose_corrected(of_token, rule, to.num_experts, per_token, to.experts + at, to.shares + at);
       else
         choose_by_softmax(of_token, to.num_experts, per_token, rule.normalized, to.experts + at, to.shares + at);
     }

@@ -31,8 +31,6 @@ _ROWS = 32
 _INTERPRETED_ROWS = 16
 _BLOCK_CHUNKS = 8
 """Programs whose counts are added at once."""
-_LEAST_SUM = 1e-20
-"""What a sum of sigmoids is at least, so that nothing is divided by zero."""
 
 
 class _Tile(NamedTuple):
@@ -123,8 +121,9 @@ def _place(
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     logits_ptr, corrections_ptr, experts_ptr, weights_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr, SCALE: tl.constexpr,
-    LEAST_SUM: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOIDS: tl.constexpr,
+    CORRECTED: tl.constexpr, SCALE: tl.constexpr, LEAST_SUM: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -133,13 +132,14 @@ def _choose_kernel(
     at = logits_ptr + row[:, None] * EXPERTS + expert
     logits = tl.load(at, mask=in_rows & (expert < EXPERTS), other=float("-inf"))
     logits = tl.where(in_rows, logits, 0.0)
-    if CORRECTED:
+    if SIGMOIDS:
         chances = 1 / (1 + tl.exp(-logits))
-        left = chances + tl.load(corrections_ptr + expert, mask=expert < EXPERTS, other=0.0)
     else:
         powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         chances = powers / tl.sum(powers, axis=1)[:, None]
-        left = chances
+    left = chances
+    if CORRECTED:
+        left += tl.load(corrections_ptr + expert, mask=expert < EXPERTS, other=0.0)
     # A row with a NaN has no other number, and still gets experts that exist. No expert is chosen twice.
     left = tl.where(expert < EXPERTS, tl.where(left == left, left, 0.0), float("-inf"))
     chosen = tl.zeros([ROWS, BLOCK_E], tl.int32)
@@ -203,13 +203,15 @@ def choose_experts(
     normalized: bool,
     tile_rows: int,
     bias: torch.Tensor | None = None,
+    sigmoids: bool = False,
     corrections: torch.Tensor | None = None,
+    least_sum: float = 0.0,
     scale: float = 1.0,
 ) -> ExpertPairs:
     """Choose the `top_k` experts of each token with the largest softmax of x @ router.T + bias in float32.
 
-    With corrections, sigmoids take the place of the softmax. The corrections are added to them for the choice, and the
-    weights are multiplied by `scale`.
+    With `sigmoids`, those of the logits take the place of the softmax. Corrections are added for the choice. With them,
+    the weights are multiplied by `scale`.
 
     Of equal ones, the smaller number is chosen. A row has the same bits in every batch. The weights of a row with a NaN
     are NaN.
@@ -220,14 +222,16 @@ def choose_experts(
         normalized: whether the weights of a token are divided by their sum
         tile_rows: most pairs of a tile
         bias: [experts] of x's dtype; None: there is none
+        sigmoids: needs corrections
         corrections: float32 [experts]; None: there are none
+        least_sum: with corrections, what the sum of a token's weights is at least, where they are divided by it
         scale: 1 without corrections
     """
     (num_rows, width), (num_experts, num_in) = x.shape, router.shape
     assert num_rows and width == num_in and has_dense_rows(x) and router.is_contiguous() and router.dtype == x.dtype
     assert 0 < top_k <= num_experts and (bias is None or (bias.shape == (num_experts,) and bias.dtype == x.dtype))
     if corrections is None:
-        assert scale == 1
+        assert scale == 1 and not sigmoids
     else:
         assert corrections.shape == (num_experts,) and corrections.dtype == torch.float32
     interpreted = arch_of(x.device) == INTERPRETER
@@ -256,7 +260,7 @@ def choose_experts(
     _choose_kernel[(num_programs,)](
         logits, logits if corrections is None else corrections, pairs.experts, pairs.weights, counts, pairs.order,
         pairs.tiles, pairs.num_tiles, num_rows, EXPERTS=num_experts, TOP_K=top_k, NORMALIZED=normalized,
-        CORRECTED=corrections is not None, SCALE=scale, LEAST_SUM=_LEAST_SUM, ALONE=alone,
+        SIGMOIDS=sigmoids, CORRECTED=corrections is not None, SCALE=scale, LEAST_SUM=least_sum, ALONE=alone,
         TILE=tile_rows if alone else 0, ROWS=rows, BLOCK_E=block, num_warps=num_warps,
     )  # fmt: skip
     if not alone:
@@ -275,7 +279,9 @@ def choose_experts_ref(
     normalized: bool,
     tile_rows: int,
     bias: torch.Tensor | None = None,
+    sigmoids: bool = False,
     corrections: torch.Tensor | None = None,
+    least_sum: float = 0.0,
     scale: float = 1.0,
 ) -> ExpertPairs:
     """`choose_experts` in plain torch. The tiles are those that exist."""
@@ -285,11 +291,15 @@ def choose_experts_ref(
         logits = logits + bias
     # Not by probabilities: torch may round those of equal logits differently.
     # Numbers of float64 are rounded, for the same reason.
-    ranked = logits if corrections is None else (logits.double().sigmoid() + corrections).float()
+    chances = logits.sigmoid() if sigmoids else logits.softmax(-1)
+    ranked = logits
+    if corrections is not None:
+        wider = logits.double()
+        ranked = ((wider.sigmoid() if sigmoids else wider.softmax(-1)) + corrections).float()
     experts = ranked.nan_to_num(0).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
-    weights = (logits.softmax(-1) if corrections is None else logits.sigmoid()).gather(1, experts)
+    weights = chances.gather(1, experts)
     if normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=least_sum)
     weights = weights * scale
     by_expert = experts.flatten().sort(stable=True)
     totals = experts.flatten().bincount(minlength=len(router)).tolist()

@@ -233,7 +233,9 @@ def experts_forward(
     *,
     normalized: bool,
     router_bias: torch.Tensor | None = None,
+    sigmoids: bool = False,
     corrections: torch.Tensor | None = None,
+    least_sum: float = 0.0,
     scale: float = 1.0,
     gate: ClampedGate | None = None,
 ) -> torch.Tensor:
@@ -243,8 +245,8 @@ def experts_forward(
     computes is rounded to x's type, as the output of any linear layer.
 
     x: [T, hidden], last dimension contiguous. router: [experts, hidden], contiguous. router_bias: [experts]. All of the
-    weights' type, or of any if the weights are float8_e4m3fn. corrections, scale: those of `choose_experts`. gate: the
-    activation; None: silu(gate) * up.
+    weights' type, or of any if the weights are float8_e4m3fn. Router and router_bias may also have float32. sigmoids,
+    corrections, least_sum, scale: those of `choose_experts`. gate: the activation; None: silu(gate) * up.
     """
     (num_rows, hidden), num_experts = x.shape, len(router)
     gate_up, down = weights
@@ -255,8 +257,8 @@ def experts_forward(
     tile = _tile(x.dtype, x.device)
     is_high = num_rows >= high_tile_from(x.dtype, num_experts, top_k, x.device)
     pairs = choose_experts(
-        x, router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low, bias=router_bias,
-        corrections=corrections, scale=scale,
+        x.to(router.dtype), router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low,
+        bias=router_bias, sigmoids=sigmoids, corrections=corrections, least_sum=least_sum, scale=scale,
     )  # fmt: skip
     gated = _product(x, gate_up, pairs, tile, gated=True, gate=gate)
     computed = _product(gated, down, pairs, tile, gated=False)
@@ -314,7 +316,9 @@ def experts_forward_ref(
     *,
     normalized: bool,
     router_bias: torch.Tensor | None = None,
+    sigmoids: bool = False,
     corrections: torch.Tensor | None = None,
+    least_sum: float = 0.0,
     scale: float = 1.0,
     gate_up_bias: Sequence[torch.Tensor] = (),
     down_bias: Sequence[torch.Tensor] = (),
@@ -323,8 +327,9 @@ def experts_forward_ref(
     """`experts_forward` in plain torch, without a rounding before the end."""
     wide = torch.promote_types(x.dtype, torch.float32)
     pairs = choose_experts_ref(
-        x, router, top_k, normalized=normalized, tile_rows=1, bias=router_bias, corrections=corrections, scale=scale
-    )
+        x, router, top_k, normalized=normalized, tile_rows=1, bias=router_bias, sigmoids=sigmoids,
+        corrections=corrections, least_sum=least_sum, scale=scale,
+    )  # fmt: skip
     out = torch.zeros_like(x, dtype=wide)
     for row, experts in enumerate(pairs.experts.tolist()):
         for expert, weight in zip(experts, pairs.weights[row], strict=True):

@@ -45,7 +45,8 @@ class CpuLinear:
     """`Linear` on packed weights. `to_float`: the result is float32 for every type of x.
 
     The weights have the type of x, or are quantized; for an x of float32 they may also be bfloat16. Those of another
-    type are converted to that of x when they are multiplied. `compact`: see `panels_of`.
+    type are converted to that of x when they are multiplied. Weights of float32 multiply any x in float32, for which
+    `to_float` must be set. `compact`: see `panels_of`.
     """
 
     def __init__(
@@ -57,6 +58,9 @@ class CpuLinear:
         self._to_float = to_float
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        if x.dtype != torch.float32 and self.packed.dtype == torch.float32:
+            assert self._to_float
+            x = _ops.widened(x)
         return _ops.linear(x, self.packed, self.bias, self.num_out, self._to_float)
 
     def argmax(self, x: torch.Tensor, soft_cap: float | None = None) -> torch.Tensor:
@@ -120,14 +124,15 @@ class CpuExperts:
                 self._down_biases.append(pack_bias(weights.down_bias))
         gate = (None, None) if config.gate is None else config.gate
         self._options = config.intermediate_size, config.num_experts_per_token, config.normalized, *gate
-        self._corrections = corrections, config.scale
+        self._corrections = corrections, config.least_sum, config.scale
+        self._has_sigmoids = config.has_sigmoids
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         weights = self.gate_ups, self.downs, self._gate_up_biases, self._down_biases
         arguments = x, self._router(x), *weights, *self._options
         if self._bits is None:
-            return _ops.experts(*arguments, *self._corrections)
-        return _ops.quantized_experts(*arguments, self._bits, *self._corrections)
+            return _ops.experts(*arguments, self._has_sigmoids, *self._corrections)
+        return _ops.quantized_experts(*arguments, self._bits, self._has_sigmoids, *self._corrections)
 
 
 class PackedEmbedding:

@@ -21,7 +21,7 @@ class RouterWeights(NamedTuple):
     bias: torch.Tensor | None = None
     """[num_experts]; None: the router has none"""
     corrections: torch.Tensor | None = None
-    """float32 [num_experts]: what is added to the sigmoids of logits for the choice; None: there are no sigmoids"""
+    """float32 [num_experts]: what is added to the weights for the choice; None: there are none"""
 
 
 class ExpertWeights(NamedTuple):
@@ -55,23 +55,19 @@ class Choice(NamedTuple):
     """float32 [T, num_experts_per_token]"""
 
 
-_LEAST_SUM = 1e-20
-"""What a sum of sigmoids is at least, so that nothing is divided by zero."""
-
-
 def choose_experts(logits: torch.Tensor, config: ExpertsConfig, corrections: torch.Tensor | None = None) -> Choice:
     """The most probable experts of each token, and the smaller number of equal ones: logits float32 [T, num_experts].
 
-    The probabilities are those of all experts. With corrections, [num_experts], sigmoids take the place of
-    probabilities, and the corrections are added for the choice.
+    The probabilities are those of all experts. `config` says whether sigmoids take their place. Corrections,
+    [num_experts], are added for the choice.
     """
     if corrections is not None:
-        sigmoids = _sigmoid(logits)
-        order = (sigmoids + corrections).sort(dim=-1, descending=True, stable=True).indices
+        of_all = _sigmoid(logits) if config.has_sigmoids else logits.softmax(-1)
+        order = (of_all + corrections).sort(dim=-1, descending=True, stable=True).indices
         experts = order[:, : config.num_experts_per_token]
-        weights = sigmoids.gather(1, experts)
+        weights = of_all.gather(1, experts)
         if config.normalized:
-            weights /= weights.sum(-1, keepdim=True).clamp_(min=_LEAST_SUM)
+            weights /= weights.sum(-1, keepdim=True).clamp_(min=config.least_sum)
         return Choice(experts, weights.mul_(config.scale))
     ordered = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     weights, experts = (x[:, : config.num_experts_per_token] for x in ordered)
@@ -94,7 +90,7 @@ class ComposedExperts:
         self, router: Layer, experts: Sequence[Expert], config: ExpertsConfig, corrections: torch.Tensor | None
     ) -> None:
         """`corrections`: those of RouterWeights."""
-        assert len(experts) == config.num_experts and config.has_sigmoids == (corrections is not None)
+        assert len(experts) == config.num_experts and config.has_corrections == (corrections is not None)
         self._router = router
         self._corrections = corrections
         self._experts = experts

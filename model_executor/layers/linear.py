@@ -36,7 +36,7 @@ class Linear:
         """The output head, or a router: x [n, in] -> float32 [n, out], written to `out` if given.
 
         A GPU multiplies 16-bit numbers with a float32 result, so the logits are rounded once and not twice, and written
-        once. A CPU has no such operation.
+        once. A CPU has no such operation. A weight of float32 multiplies x in float32.
         """
         if self.weight.dtype.itemsize == 2 and x.device.type != "cpu":
             weight = self.weight.t()
@@ -45,7 +45,7 @@ class Linear:
             else:
                 logits = torch.mm(x, weight, out_dtype=torch.float32, out=out)
             return logits if self.bias is None else logits.add_(self.bias)
-        logits = self(x)
+        logits = self(x.to(self.weight.dtype))
         return logits.float() if out is None else out.copy_(logits)
 
 

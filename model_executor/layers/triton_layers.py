@@ -140,7 +140,8 @@ class TritonExperts:
         weight, bias, corrections = self._router
         return experts_forward(
             x, weight, self._tables, config.num_experts_per_token, normalized=config.normalized, router_bias=bias,
-            corrections=corrections, scale=config.scale, gate=config.gate,
+            sigmoids=config.has_sigmoids, corrections=corrections, least_sum=config.least_sum, scale=config.scale,
+            gate=config.gate,
         )  # fmt: skip
 
 

@@ -52,13 +52,19 @@ class Part(NamedTuple):
     """what the sums are multiplied by"""
     head_order: tuple[int, ...] | None = None
     """the rows of each head in the order of the model, as numbers of the tensor's rows; None: as in the tensor"""
+    is_only_row: bool = False
+    """whether the part is a vector, and the tensor a matrix that has no other row"""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
+        if self.is_only_row:
+            return (1, *self.shape)
         return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
 
     def within_tensor(self, region: Region) -> Region:
         """Where the tensor has a region of the part."""
+        if self.is_only_row:
+            return (slice(0, 1), *region)
         rows = slice(self.first_row + region[0].start, self.first_row + region[0].stop)
         return (rows, *region[1:])
 
@@ -95,8 +101,12 @@ class ParameterDtypes(NamedTuple):
     """Of norms and biases. Attention sinks have float32, because attention computes its scores in it. Corrections have
     float32, because a small error may choose another expert."""
     matrices: torch.dtype
+    routers: torch.dtype
+    """of mixtures of experts: float32, or that of other matrices"""
 
     def of(self, parameter: Parameter) -> torch.dtype:
+        if parameter.name.endswith(ROUTER_ENDING):
+            return self.routers
         if parameter.name.endswith(_FLOAT32_ENDINGS) or any(part.is_computed for part in parameter.parts):
             return torch.float32
         return self.matrices if len(parameter.shape) == 2 else self.vectors
@@ -255,7 +265,7 @@ def router_name(layer: int) -> str:
 
 
 def corrections_name(layer: int) -> str:
-    """The name of what is added to the sigmoids of the router's logits, float32 [num_experts]."""
+    """The name of what is added to the weights of a router for the choice, float32 [num_experts]."""
     return f"layers.{layer}{_CORRECTIONS_ENDING}"
 
 
@@ -311,8 +321,9 @@ def _experts(config: ModelConfig, layer: int) -> Iterator[Parameter]:
 
     router = _whole(router_name(layer), f"{source}{names.router}.weight", (count, hidden))
     yield from with_bias(router, Split.REPLICATED)
-    if experts.has_sigmoids:
-        yield _whole(corrections_name(layer), source + names.corrections, (count,))
+    if experts.has_corrections:
+        part = Part(source + names.corrections, (count,), is_only_row=names.corrections_in_row)
+        yield Parameter(corrections_name(layer), part.shape, (part,), Split.REPLICATED)
     for expert in range(count):
         prefix, place = f"{names.experts}{expert}.", (0, 1)
         if names.has_rows_of_all:

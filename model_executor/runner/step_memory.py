@@ -63,6 +63,8 @@ def activation_bytes(
     if config.experts is not None:
         bytes_of = _compiled_expert_bytes if compiled else _expert_bytes
         experts = (4 * hidden + q_size) * dtype.itemsize + bytes_of(config.experts, hidden, dtype)
+        if config.experts.float32_router and dtype != torch.float32:
+            experts += hidden * _FLOAT_BYTES  # the input of the router
         feed_forward = max(feed_forward, experts, _shared_expert_bytes(config, dtype, compiled=compiled))
     # Norms of outputs have weights of float32, so torch converts what they normalise.
     in_a_norm = 0 if compiled else (3 if config.output_norms else 2) * hidden * _FLOAT_BYTES

@@ -192,7 +192,9 @@ def load_parameters(
     `packed`, on the first access.
     """
     check_shard(config, shard)
-    dtypes = ParameterDtypes(dtype, weight_dtype or dtype)
+    matrices = weight_dtype or dtype
+    has_float32_routers = config.experts is not None and config.experts.float32_router
+    dtypes = ParameterDtypes(dtype, matrices, torch.float32 if has_float32_routers else matrices)
     if config.load_format == "dummy":
         return _dummy(config, dtypes, device, seed, forms, shard)
 
@@ -285,7 +287,8 @@ class StoredParameters(Mapping[str, Any]):
         return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
     def _tensor(self, part: Part, region: Region) -> torch.Tensor:
-        return part.computed(part.in_order(self._checkpoint.tensor(part.name, part.within_tensor(region))))
+        numbers = part.computed(part.in_order(self._checkpoint.tensor(part.name, part.within_tensor(region))))
+        return numbers[0] if part.is_only_row else numbers
 
     def _quantized(self, part: Part, region: Region, form: str) -> QuantizedWeight | Fp8Weight:
         as_stored = self._checkpoint.quantized(part.name, form, part.within_tensor(region))
@@ -299,9 +302,10 @@ class StoredParameters(Mapping[str, Any]):
 
 
 def _extra_layers(config: ModelConfig) -> tuple[str, ...]:
-    """What the names of the tensors of `num_extra_layers` begin with. Some keep their names of GGUF files."""
+    """What the names of tensors that predict further tokens begin with. Some keep their names of GGUF files. ERNIE has
+    names of their own for them."""
     layers = range(config.num_layers, config.num_layers + config.num_extra_layers)
-    return tuple(f"{prefix}.{layer}." for layer in layers for prefix in ("model.layers", "blk"))
+    return "model.mtp_", *(f"{prefix}.{layer}." for layer in layers for prefix in ("model.layers", "blk"))
 
 
 def _rounded(weight: torch.Tensor, form: str) -> QuantizedWeight | Fp8Weight:

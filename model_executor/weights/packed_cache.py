@@ -124,8 +124,8 @@ class PackedParameters(Mapping[str, Any]):
 
     def _num_bytes(self) -> int:
         """About the size of the entry, or more: without the padding, and of weights that are not compact."""
-        vectors, matrices = self._dtypes
-        sizes = parameter_bytes(self._config, vectors.itemsize, matrix_bytes=matrices.itemsize, forms=self._forms)
+        bytes_of_vectors, bytes_of_matrices = self._dtypes.vectors.itemsize, self._dtypes.matrices.itemsize
+        sizes = parameter_bytes(self._config, bytes_of_vectors, matrix_bytes=bytes_of_matrices, forms=self._forms)
         return sum(sizes.values())
 
 

@@ -145,12 +145,16 @@ def parameter_bytes(
     `forms`: the quantized form of parameters by name.
     """
 
+    has_float32_routers = config.experts is not None and config.experts.float32_router
+
     def num_bytes(name: str, shape: tuple[int, ...]) -> int:
         form = forms.get(name)
         if form in FP8_FORMS:
             return fp8_bytes(shape, form)
         if form is not None:
             return int(math.prod(shape) * STORED_BITS_PER_WEIGHT[form] / 8)
+        if has_float32_routers and name.endswith(ROUTER_ENDING):
+            return math.prod(shape) * torch.float32.itemsize
         return math.prod(shape) * (matrix_bytes if len(shape) == 2 else dtype_bytes)
 
     return {name: num_bytes(name, shape) for name, shape, *_ in family_of(config).parameters(config)}

@@ -42,10 +42,15 @@ class ExpertsConfig:
     normalized: bool
     """whether the weights of a token's experts are divided by their sum"""
     has_sigmoids: bool = False
-    """Whether the weights are sigmoids of the router's logits, which are corrected for the choice. If not, they are the
-    probabilities of a softmax."""
+    """Whether the weights are sigmoids of the router's logits. If not, they are the probabilities of a softmax."""
+    has_corrections: bool = False
+    """whether a number of each expert is added to its weight for the choice; true with sigmoids"""
+    least_sum: float = 1e-20
+    """with corrections: what the sum of a token's weights is at least, where they are divided by it"""
     scale: float = 1.0
-    """what the weights are multiplied by; 1 without sigmoids"""
+    """what the weights are multiplied by; 1 without corrections"""
+    float32_router: bool = False
+    """Whether the router has float32 in a model of any type. If not, it has the type of the model."""
     gate: ClampedGate | None = None
     """the activation; None: silu(gate) * up"""
     has_biases: bool = False
@@ -79,7 +84,9 @@ class ExpertNames(NamedTuple):
     shared_gate: str = "mlp.shared_expert_gate"
     """the linear layer whose sigmoid multiplies the output of the shared expert"""
     corrections: str = "mlp.gate.e_score_correction_bias"
-    """what is added to the sigmoids of logits for the choice, if the model has sigmoids"""
+    """what is added to the weights for the choice"""
+    corrections_in_row: bool = False
+    """whether the corrections are a matrix of one row"""
 
 
 QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts.", "gate_proj", "up_proj", "down_proj")
@@ -90,6 +97,7 @@ GRANITE_NAMES = ExpertNames(
     shared="shared_mlp.",
 )  # fmt: skip
 GLM_NAMES = QWEN_NAMES._replace(shared="mlp.shared_experts.")
+ERNIE_NAMES = GLM_NAMES._replace(corrections="mlp.moe_statics.e_score_correction_bias", corrections_in_row=True)
 GGUF_NAMES = QWEN_NAMES._replace(has_rows_of_all=True)
 """The names that gguf_checkpoint.py gives to the tensors of all architectures."""
 SHARED_LENGTH_KEY = "expert_shared_feed_forward_length"
@@ -181,6 +189,7 @@ def glm_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
         intermediate_size=width,
         normalized=config.flag("norm_topk_prob", True),
         has_sigmoids=True,
+        has_corrections=True,
         scale=config.number("routed_scaling_factor", 1.0),
         dense_layers=tuple(range(num_dense)),
         shared=_several_shared(config.integer("n_shared_experts", 1, minimum=0), width),
@@ -202,6 +211,7 @@ def glm_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
         intermediate_size=width,
         normalized=config.flag("expert_weights_norm"),
         has_sigmoids=True,
+        has_corrections=True,
         scale=config.number("expert_weights_scale", 1.0),
         dense_layers=tuple(range(num_dense)),
         shared=_several_shared(config.integer("expert_shared_count", minimum=0), width),
@@ -213,6 +223,70 @@ GLM_GGUF_KEYS = (
     "expert_weights_norm", "expert_weights_scale", "expert_shared_count",
 )  # fmt: skip
 """The keys of `glm_gguf_experts` that GGUF files of other models may not have."""
+
+
+def ernie_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of ERNIE 4.5: small ones in some layers, and one that all tokens share. The router has float32."""
+    if config.flag("use_bias"):
+        raise config.unsupported_value("use_bias", "false", True)
+    first, step = config.integer("moe_layer_start_index", 1, minimum=0), config.integer("moe_layer_interval", 1)
+    last = config.integer("moe_layer_end_index", -1, minimum=-1)
+    last = num_layers - 1 if last == -1 else last
+    width = config.integer("moe_intermediate_size", 1536)
+    return _ernie_experts(
+        config.integer("moe_num_experts", 64),
+        config.integer("moe_k", 6),
+        width,
+        dense=tuple(layer for layer in range(num_layers) if (layer + 1) % step or not first <= layer <= last),
+        num_layers=num_layers,
+        least_sum=config.number("moe_norm_min", 1e-12),
+        shared=_several_shared(config.integer("moe_num_shared_experts", 2, minimum=0), width),
+    )
+
+
+def ernie_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of ERNIE 4.5 in a GGUF file."""
+    first = config.integer("leading_dense_block_count", minimum=0)
+    step = config.integer("interleave_moe_layer_step")
+    return _ernie_experts(
+        config.integer("expert_count"),
+        config.integer("expert_used_count"),
+        config.integer("expert_feed_forward_length"),
+        dense=tuple(layer for layer in range(num_layers) if (layer + 1) % step or layer < first),
+        num_layers=num_layers,
+        least_sum=1e-12,
+        shared=_shared(config, SHARED_LENGTH_KEY, has_gate=False),
+    )
+
+
+def _ernie_experts(
+    count: int,
+    per_token: int,
+    width: int,
+    *,
+    dense: tuple[int, ...],
+    num_layers: int,
+    least_sum: float,
+    shared: SharedExpert | None,
+) -> ExpertsConfig | None:
+    experts = ExpertsConfig(
+        num_experts=count,
+        num_experts_per_token=per_token,
+        intermediate_size=width,
+        normalized=True,
+        has_corrections=True,
+        least_sum=least_sum,
+        float32_router=True,
+        dense_layers=dense,
+        shared=shared,
+    )
+    return None if len(dense) == num_layers else experts
+
+
+ERNIE_GGUF_KEYS = (
+    "leading_dense_block_count", "interleave_moe_layer_step", "expert_shared_count", SHARED_LENGTH_KEY,
+)  # fmt: skip
+"""The same of `ernie_gguf_experts`. The count of shared experts has no effect: they have one width together."""
 
 
 def gguf_experts(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from .experts_config import (
+    ERNIE_GGUF_KEYS,
+    ERNIE_NAMES,
     GLM_GGUF_KEYS,
     GLM_NAMES,
     GPT_OSS_NAMES,
     GRANITE_NAMES,
     MIXTRAL_NAMES,
     ClampedGate,
+    ernie_experts,
+    ernie_gguf_experts,
     glm_experts,
     glm_gguf_experts,
     gpt_oss_experts,
@@ -146,6 +150,20 @@ _GRANITE_MOE = dataclasses.replace(
     experts=mixtral_experts,
     expert_names=GRANITE_NAMES,
     gguf_shared_gate=False,
+)
+
+_ERNIE = Family(
+    "ernie4_5",
+    "decoder",
+    no_window,
+    qkv_bias="use_bias",
+    o_bias="use_bias",
+    mlp_bias="use_bias",
+    interleaved_rotary=True,
+    default_rope_theta=500_000.0,
+    default_rms_norm_eps=1e-5,
+    tied_by_default=True,
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "bos_token_id": 1, "eos_token_id": 2},
 )
 
 _GPT_OSS_ROPE = {
@@ -292,18 +310,18 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
     ),
-    "Ernie4_5ForCausalLM": Family(
-        "ernie4_5",
-        "decoder",
-        no_window,
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        mlp_bias="use_bias",
-        interleaved_rotary=True,
-        default_rope_theta=500_000.0,
-        default_rms_norm_eps=1e-5,
-        tied_by_default=True,
-        defaults={"num_key_value_heads": 2, "head_dim": 128, "bos_token_id": 1, "eos_token_id": 2},
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": dataclasses.replace(
+        _ERNIE,
+        model_type="ernie4_5_moe",
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        defaults={"num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2},
+        experts=ernie_experts,
+        expert_names=ERNIE_NAMES,
+        gguf_experts=ernie_gguf_experts,
+        gguf_expert_keys=ERNIE_GGUF_KEYS,
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4",
@@ -340,45 +358,6 @@ FAMILIES: dict[str, Family] = {
         gguf_gate=ClampedGate(1.702, 7.0),
     ),
 }
-# GGUF files call Mistral and Mixtral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp
-# ignores it, too.
-# GGUF files call OLMo 3 "olmo2", too.
-# GGUF files of SmolLM3 do not name the layers without rotation. llama.cpp takes every fourth, which is the default.
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-}
-GGUF_ARCHITECTURES_WITH_EXPERTS = {
-    "llama": "MixtralForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-}
-"""The architectures of files that have experts."""
-GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS = {"granitemoe": "GraniteMoeSharedForCausalLM"}
-"""The architectures of files that have a shared expert, where they differ from those of others."""
-GGUF_ARCHITECTURES_WITH_WINDOWS = {"olmo2": "Olmo3ForCausalLM"}
-"""The architectures of files that have a window, where they differ from those of others."""
 
 
 def not_in_families(architecture: str) -> str:

@@ -11,16 +11,15 @@ import numpy as np
 
 from ..errors import ModelNotSupported
 from .experts_config import SHARED_LENGTH_KEY, ExpertsConfig, gguf_experts
-from .families import (
-    FAMILIES,
+from .families import FAMILIES, SOFT_CAP_KEYS
+from .family import Family
+from .generation_defaults import GGUF_KEYS, read_generation_defaults
+from .gguf_architectures import (
     GGUF_ARCHITECTURES,
     GGUF_ARCHITECTURES_WITH_EXPERTS,
     GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS,
     GGUF_ARCHITECTURES_WITH_WINDOWS,
-    SOFT_CAP_KEYS,
 )
-from .family import Family
-from .generation_defaults import GGUF_KEYS, read_generation_defaults
 from .gguf_file import GGUFTensor
 from .gguf_model import GGUFModel
 from .layer_windows import SlidingWindows, local_windows

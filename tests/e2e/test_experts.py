@@ -17,7 +17,18 @@ NEW_TOKENS = 12
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe", "qwen2_moe", "granitemoeshared", "glm4_moe"]
+    "name",
+    [
+        "qwen3_moe",
+        "mixtral",
+        "gpt_oss",
+        "olmoe",
+        "granitemoe",
+        "qwen2_moe",
+        "granitemoeshared",
+        "glm4_moe",
+        "ernie4_5_moe",
+    ],
 )
 def test_greedy_tokens_of_requests_at_the_same_time(name: str, tmp_path: Path) -> None:
     model = make_model(name)

@@ -89,10 +89,10 @@ class Experts:
         *,
         biased: bool = False,
         gate: ClampedGate | None = None,
-        corrected: bool = False,
+        corrected: str | None = None,
     ) -> None:
-        """`corrected`: whether the router has sigmoids. Their corrections are even, so that those of other experts are
-        far apart."""
+        """`corrected`: "sigmoids" or "softmax" if the router has corrections of them. They are even, so that those of
+        other experts are far apart."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(rows: int, columns: int) -> list[Any]:
@@ -103,7 +103,8 @@ class Experts:
         self.gate_ups = [pack_gated(w, compact=kind.compact) for w in draw(2 * inner, hidden)]
         self.downs = [pack(w, compact=kind.compact) for w in draw(hidden, inner)]
         self.gate = gate
-        self.scale = 2.5 if corrected else 1.0
+        self.sigmoids = corrected == "sigmoids"
+        self.least_sum, self.scale = (0.25, 2.5) if corrected else (0.0, 1.0)
         self.corrections = torch.randint(-1, 2, (num_experts,), generator=generator).float() * 2 if corrected else None
         self.gate_up_biases: list[torch.Tensor] = []
         self.down_biases: list[torch.Tensor] = []
@@ -115,9 +116,10 @@ class Experts:
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool = True) -> torch.Tensor:
         weights = self.gate_ups, self.downs, self.gate_up_biases, self.down_biases
         arguments = x, logits, *weights, self.inner, per_token, normalized, *(self.gate or (None, None))
+        router = self.sigmoids, self.corrections, self.least_sum, self.scale
         if self.kind.bits is not None:
-            return ops.quantized_experts(*arguments, self.kind.bits, self.corrections, self.scale)
-        return ops.experts(*arguments, self.corrections, self.scale)
+            return ops.quantized_experts(*arguments, self.kind.bits, *router)
+        return ops.experts(*arguments, *router)
 
     def of_one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """The result of one expert in float32, by the operations of linear layers."""
@@ -149,15 +151,15 @@ class Experts:
 
     def reference(self, x: torch.Tensor, logits: torch.Tensor, per_token: int, normalized: bool) -> torch.Tensor:
         """The same in float64, from the float32 results of each expert."""
-        shares, ranked = logits.double().softmax(-1), logits
+        wide = logits.double()
+        shares, ranked = wide.sigmoid() if self.sigmoids else wide.softmax(-1), logits
         if self.corrections is not None:
-            shares = logits.double().sigmoid()
             ranked = (shares + self.corrections).float()  # torch rounds sigmoids of equal logits in several ways
         chosen = torch.zeros_like(shares)
         order = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :per_token]
         chosen.scatter_(1, order, shares.gather(1, order))
         if normalized:
-            chosen /= chosen.sum(-1, keepdim=True)
+            chosen /= chosen.sum(-1, keepdim=True).clamp(min=self.least_sum)
         chosen *= self.scale
         out = torch.zeros(x.shape, dtype=torch.float64)
         for expert in range(logits.shape[1]):
@@ -190,7 +192,7 @@ def inputs(dtype: torch.dtype, tokens: int, hidden: int, num_experts: int, seed:
     tied=st.booleans(),
     biased=st.booleans(),
     gate=st.sampled_from([None, None, GATE]),
-    corrected=st.booleans(),
+    corrected=st.sampled_from([None, "sigmoids", "softmax"]),
     seed=st.integers(0, 2**31),
 )
 def test_drawn_experts(
@@ -203,7 +205,7 @@ def test_drawn_experts(
     tied: bool,
     biased: bool,
     gate: ClampedGate | None,
-    corrected: bool,
+    corrected: str | None,
     seed: int,
 ) -> None:
     drawn = KINDS[kind]
@@ -354,10 +356,13 @@ def test_wrong_arguments_are_refused(kind: str) -> None:
     experts.scale = 2.0
     with pytest.raises(RuntimeError, match="a scale needs corrections, got 2"):
         experts(x, logits, 2)
+    experts.scale, experts.sigmoids = 1.0, True
+    with pytest.raises(RuntimeError, match="sigmoids need corrections"):
+        experts(x, logits, 2)
     experts.corrections = torch.zeros(3)
     with pytest.raises(RuntimeError, match="corrections must have shape"):
         experts(x, logits, 2)
-    experts.corrections, experts.scale = None, 1.0
+    experts.corrections, experts.sigmoids = None, False
     experts.inner = 0
     with pytest.raises(RuntimeError, match="must have columns, got 64 and 0"):
         experts(x, logits, 2)

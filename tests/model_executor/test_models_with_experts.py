@@ -46,7 +46,14 @@ CONFIGS = {
     "glm4_moe": replace(
         CONFIG,
         architecture="Glm4MoeForCausalLM",
-        experts=replace(EXPERTS, has_sigmoids=True, scale=2.5, shared=SharedExpert(64, has_gate=False)),
+        experts=replace(
+            EXPERTS, has_sigmoids=True, has_corrections=True, scale=2.5, shared=SharedExpert(64, has_gate=False)
+        ),
+    ),
+    "ernie4_5_moe": replace(
+        CONFIG,
+        architecture="Ernie4_5_MoeForCausalLM",
+        experts=replace(EXPERTS, has_corrections=True, float32_router=True, shared=SharedExpert(64, has_gate=False)),
     ),
     "gpt_oss": replace(CONFIG, architecture="GptOssForCausalLM", experts=CLAMPED, qkv_bias=True, o_bias=True),
 }
@@ -67,6 +74,8 @@ MODELS = [
     "qwen2_moe_all",
     "glm4_moe",
     "glm4_moe_sparse",
+    "ernie4_5_moe",
+    "ernie4_5_moe_sparse",
 ]
 
 
@@ -179,6 +188,7 @@ def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: floa
         ("qwen2_moe", None),
         ("qwen2_moe_all", "int8"),
         ("glm4_moe", None),
+        ("ernie4_5_moe", None),
     ],
 )
 def test_the_cache_has_packed_experts(

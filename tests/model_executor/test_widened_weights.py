@@ -251,3 +251,16 @@ def test_a_gguf_file_and_its_cached_weights(tmp_path: Path) -> None:
     load_parameters(config, FLOAT32, CPU, cache=CacheFolder(folder))
     (wide,) = set(folder.iterdir()) - {narrow}
     assert narrow.stat().st_size < 0.6 * wide.stat().st_size
+
+
+def test_a_matrix_of_float32_multiplies_rows_of_bfloat16_in_float32() -> None:
+    from tercet.model_executor.layers.cpu_layers import CpuLinear  # needs the operations
+
+    generator = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(40, 96, generator=generator), torch.randn(7, 96, generator=generator).bfloat16()
+    layer = CpuLinear(weight, to_float=True)
+    found = layer(x)
+    assert found.dtype == FLOAT32 and torch.equal(found, layer(x.float()))
+    torch.testing.assert_close(found, x.float() @ weight.T)
+    with pytest.raises(RuntimeError, match="x must be bfloat16, got Float"):
+        torch.ops.tercet_cpu.widened(x.float())

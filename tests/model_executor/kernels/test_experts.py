@@ -21,6 +21,7 @@ from tercet.model_executor.layers.triton_layers import TritonExperts
 from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+CORRECTED = st.sampled_from([None, "sigmoids", "softmax"])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """The interpreter cuts the last bits of bfloat16 off, and rounds the others."""
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def assert_covers(pairs: ExpertPairs, num_experts: int) -> None:
 @settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 2**31), rows=st.integers(1, 70), hidden=st.integers(1, 90), shape=shapes(), dtype=DTYPES,
-    normalized=st.booleans(), biased=st.booleans(), corrected=st.booleans(), tile_rows=st.sampled_from([16, 32]),
+    normalized=st.booleans(), biased=st.booleans(), corrected=CORRECTED, tile_rows=st.sampled_from([16, 32]),
 )  # fmt: skip
 def test_the_choice_is_the_twins(
     seed: int,
@@ -60,16 +61,17 @@ def test_the_choice_is_the_twins(
     dtype: torch.dtype,
     normalized: bool,
     biased: bool,
-    corrected: bool,
+    corrected: str | None,
     tile_rows: int,
 ) -> None:
     num_experts, top_k = shape
     layer = draw_layer(seed, num_experts, top_k, hidden, 1, dtype, biased=biased, corrected=corrected)
     x, router = draw_rows(seed, rows, hidden, dtype), layer.router
-    if corrected:
+    if corrected is not None:
         x = x.clamp(-1, 1)  # sigmoids of larger logits are equal
     options = {"normalized": normalized, "tile_rows": tile_rows, "bias": layer.router_bias}
-    options |= {"corrections": layer.corrections, "scale": layer.scale}
+    options |= {"sigmoids": layer.sigmoids, "corrections": layer.corrections}
+    options |= {"least_sum": layer.least_sum, "scale": layer.scale}
     with permuted_programs(seed), used_memory(seed):
         found = choose_experts(x, router, top_k, **options)
     expected = choose_experts_ref(x, router, top_k, **options)
@@ -96,7 +98,7 @@ def test_the_bound_of_tiles_is_reached(num_pairs: int, num_experts: int, tile_ro
 @given(
     seed=st.integers(0, 2**31), rows=st.integers(1, 70), hidden=st.integers(1, 80), inter=st.integers(1, 40),
     shape=shapes(), dtype=DTYPES, normalized=st.booleans(), biased=st.booleans(), gate=st.sampled_from([None, GATE]),
-    corrected=st.booleans(),
+    corrected=CORRECTED,
 )  # fmt: skip
 def test_is_the_twin_in_float64(
     seed: int,
@@ -108,12 +110,12 @@ def test_is_the_twin_in_float64(
     normalized: bool,
     biased: bool,
     gate: ClampedGate | None,
-    corrected: bool,
+    corrected: str | None,
 ) -> None:
     options = {"normalized": normalized, "biased": biased, "gate": gate, "corrected": corrected}
     layer = draw_layer(seed, *shape, hidden, inter, dtype, **options)
     x = draw_rows(seed, rows, hidden, dtype)
-    if corrected:
+    if corrected is not None:
         x = x.clamp(-1, 1)  # sigmoids of larger logits are equal
     with permuted_programs(seed), used_memory(seed):
         assert layer.error(x) <= TOLERANCE[dtype]

@@ -42,6 +42,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("glm4_moe_sparse", True),
         ("seed_oss", True),
         ("ernie4_5_biases", True),
+        ("ernie4_5_moe", True),
+        ("ernie4_5_moe_sparse", False),
         ("seed_oss_out", False),
         ("exaone4", False),
         ("exaone4_types", True),

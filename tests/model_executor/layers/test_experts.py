@@ -27,6 +27,8 @@ def of_token(x, router, experts, config):
     chosen = sorted(range(config.num_experts), key=lambda number: (-ranked[number].item(), number))
     chosen = sorted(chosen[: config.num_experts_per_token])
     total = sum(p[number] for number in chosen) if config.normalized else 1.0
+    if config.has_corrections and config.normalized:
+        total = max(total, config.least_sum)
     out = torch.zeros_like(x)
     for number in chosen:
         weights = experts[number]
@@ -54,7 +56,7 @@ def make(config, dtype, seed=0):
     def bias(size):
         return random(4, size)[0] if config.has_biases else None
 
-    corrections = torch.randn(config.num_experts, generator=generator) if config.has_sigmoids else None
+    corrections = torch.randn(config.num_experts, generator=generator) if config.has_corrections else None
     router = RouterWeights(random(config.num_experts, HIDDEN), bias(config.num_experts), corrections)
     experts = [
         ExpertWeights(random(2 * INTER, HIDDEN), random(HIDDEN, INTER), bias(2 * INTER), bias(HIDDEN))
@@ -72,10 +74,10 @@ def make(config, dtype, seed=0):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     gate=st.sampled_from([None, ClampedGate(1.702, 0.6), ClampedGate(0.5, 7.0)]),
     has_biases=st.booleans(),
-    has_sigmoids=st.booleans(),
+    corrected=st.sampled_from([None, "sigmoids", "softmax"]),
 )
 def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(
-    num_experts, of_token_count, normalized, num_tokens, dtype, gate, has_biases, has_sigmoids
+    num_experts, of_token_count, normalized, num_tokens, dtype, gate, has_biases, corrected
 ):
     config = ExpertsConfig(
         num_experts=num_experts,
@@ -84,10 +86,12 @@ def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(
         normalized=normalized,
         gate=gate,
         has_biases=has_biases,
-        has_sigmoids=has_sigmoids,
-        scale=2.5 if has_sigmoids else 1.0,
+        has_sigmoids=corrected == "sigmoids",
+        has_corrections=corrected is not None,
+        least_sum=0.5,
+        scale=2.5 if corrected else 1.0,
     )
-    if has_sigmoids:
+    if corrected:
         dtype = torch.float32  # a rounding to bfloat16 may change the choice
     router, experts, x = make(config, dtype, seed=num_experts)
     x = x[:num_tokens]
@@ -122,10 +126,16 @@ def test_each_token_has_the_shared_expert(dtype, has_gate):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_sigmoids", [False, True])
+@pytest.mark.parametrize("has_sigmoids", [None, False, True])
 def test_a_row_has_the_same_bits_in_any_batch(dtype, has_sigmoids):
+    """`has_sigmoids`: of a router with corrections; None: it has none."""
     config = ExpertsConfig(
-        num_experts=7, num_experts_per_token=3, intermediate_size=INTER, normalized=True, has_sigmoids=has_sigmoids
+        num_experts=7,
+        num_experts_per_token=3,
+        intermediate_size=INTER,
+        normalized=True,
+        has_sigmoids=bool(has_sigmoids),
+        has_corrections=has_sigmoids is not None,
     )
     router, experts, x = make(config, dtype)
     layer = TorchLayers().experts(router, experts, config)
@@ -145,7 +155,13 @@ def test_the_smaller_number_of_equal_experts_is_chosen():
 
 def test_corrections_change_the_choice_and_not_the_weights():
     config = ExpertsConfig(
-        num_experts=3, num_experts_per_token=2, intermediate_size=INTER, normalized=False, has_sigmoids=True, scale=4.0
+        num_experts=3,
+        num_experts_per_token=2,
+        intermediate_size=INTER,
+        normalized=False,
+        has_sigmoids=True,
+        has_corrections=True,
+        scale=4.0,
     )
     logits = torch.tensor([[0.0, 40.0, 0.0]])
     found = choose_experts(logits, config, torch.tensor([0.0, -1.0, 0.25]))

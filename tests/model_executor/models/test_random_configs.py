@@ -137,6 +137,18 @@ OF_FAMILY = {
         fixed(moe_intermediate_size=[16, 48], n_routed_experts=[8, 11]),
     ),
     "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),
+    "ernie4_5_moe": st.builds(
+        dict.__or__,
+        some(
+            head_dim=[8, 24],
+            moe_num_shared_experts=[0, 1, 3],
+            moe_layer_start_index=[0, 2],
+            moe_layer_end_index=[1, -1],
+            moe_layer_interval=[1, 2],
+            moe_norm_min=[1e-12, 0.5],
+        ),
+        fixed(moe_intermediate_size=[16, 48], moe_num_experts=[8, 11], moe_k=[3, 5]),
+    ),
     "seed_oss": some(attention_bias=[False, True], attention_out_bias=[False, True], mlp_bias=[False, True]),
     "exaone4": st.builds(
         dict.__or__,

@@ -147,6 +147,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "granitemoeshared",
         "qwen2_moe_all",
         "glm4_moe_sparse",
+        "ernie4_5_moe",
     ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
@@ -168,6 +169,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "gpt_oss",
         "glm4",
         "glm4_moe",
+        "ernie4_5_moe_sparse",
         "seed_oss",
         "ernie4_5_biases",
         "exaone4",

@@ -13,7 +13,7 @@ from gguf_models import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save
 
-from tercet.model_executor.models.parameters import corrections_name
+from tercet.model_executor.models.parameters import corrections_name, router_name
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
@@ -40,6 +40,15 @@ def test_layers_of_a_checkpoint_that_predict_further_tokens_are_not_read(tmp_pat
     found = loaded(with_layer(tmp_path / "more", 3))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_such_layers_of_ernie_have_names_of_their_own(tmp_path: Path) -> None:
+    config = load_model_config(save(make_model("ernie4_5_moe"), tmp_path))
+    expected, path = dict(loaded(config)), tmp_path / "model.safetensors"
+    names = "mtp_block.0.self_attn.q_proj.weight", "mtp_emb_norm.0.weight", "mtp_linear_proj.0.weight"
+    save_file(load_file(path) | {f"model.{name}": torch.ones(5, 5) for name in names}, path)
+    found = loaded(config)
+    assert found.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("layer", [4, 30])
@@ -73,3 +82,16 @@ def test_corrections_keep_float32(file: str, tmp_path: Path) -> None:
     expected = model.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert found.dtype == torch.float32 and torch.equal(found, expected)
     assert not torch.equal(expected, expected.bfloat16().float())
+
+
+@pytest.mark.parametrize("file", ["", "m.gguf"])
+def test_the_router_of_ernie_keeps_float32(file: str, tmp_path: Path) -> None:
+    model = make_model("ernie4_5_moe")
+    save(model, tmp_path) if not file else write_gguf(tmp_path / file, model, "ernie4_5-moe")
+    found = loaded(load_model_config(tmp_path / file), torch.bfloat16)
+    expected = model.state_dict()
+    names = {router_name(1): "weight", corrections_name(1): "moe_statics.e_score_correction_bias"}
+    for ours, theirs in names.items():
+        tensor = expected[f"model.layers.1.mlp.gate.{theirs}"]
+        assert found[ours].dtype == torch.float32 and torch.equal(found[ours].flatten(), tensor.flatten())
+    assert found["layers.1.o_proj.weight"].dtype == torch.bfloat16

@@ -56,6 +56,7 @@ CPU = torch.device("cpu")
         ("glm4_moe", "glm4moe"),
         ("glm4_moe_sparse", "glm4moe"),
         ("ernie4_5", "ernie4_5"),
+        ("ernie4_5_moe", "ernie4_5-moe"),
         ("seed_oss", "seed_oss"),
         ("seed_oss_out", "seed_oss"),
         ("exaone4", "exaone4"),

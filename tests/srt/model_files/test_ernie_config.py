@@ -58,12 +58,6 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
     assert config.rope.theta == source.rope_parameters["rope_theta"]
 
 
-def test_the_larger_models_have_experts_and_are_refused(tmp_path: Path) -> None:
-    keys = BARE | {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]}
-    with pytest.raises(ValueError, match="architecture 'Ernie4_5_MoeForCausalLM' is not supported"):
-        load(tmp_path, keys)
-
-
 def test_gguf(tmp_path: Path) -> None:
     config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("ernie4_5"), "ernie4_5"))
     assert config.architecture == "Ernie4_5ForCausalLM" and config.head_dim == 24 and biases(config) == (False,) * 3

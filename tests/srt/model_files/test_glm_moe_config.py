@@ -59,6 +59,7 @@ EXPERTS = ExpertsConfig(
     intermediate_size=1408,
     normalized=True,
     has_sigmoids=True,
+    has_corrections=True,
     dense_layers=(0,),
     shared=SharedExpert(1408, has_gate=False),
 )
