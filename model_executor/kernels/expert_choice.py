@@ -31,6 +31,8 @@ _ROWS = 32
 _INTERPRETED_ROWS = 16
 _BLOCK_CHUNKS = 8
 """Programs whose counts are added at once."""
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite number of float32."""
 
 
 class _Tile(NamedTuple):
@@ -140,8 +142,10 @@ def _choose_kernel(
     left = chances
     if CORRECTED:
         left += tl.load(corrections_ptr + expert, mask=expert < EXPERTS, other=0.0)
-    # A row with a NaN has no other number, and still gets experts that exist. No expert is chosen twice.
-    left = tl.where(expert < EXPERTS, tl.where(left == left, left, 0.0), float("-inf"))
+    # Only experts that do not exist have -inf, and those that are chosen. So each token gets TOP_K experts, also if its
+    # row has a NaN (then it has no other number), or if corrections are -inf.
+    left = tl.where(left == left, tl.maximum(left, _LOWEST), 0.0)
+    left = tl.where(expert < EXPERTS, left, float("-inf"))
     chosen = tl.zeros([ROWS, BLOCK_E], tl.int32)
     for _ in range(TOP_K):
         most = tl.max(left, axis=1)[:, None]

@@ -87,6 +87,17 @@ def test_of_equal_logits_the_smaller_experts_are_chosen() -> None:
     assert found.experts.tolist() == [[0, 1, 2, 3]] * 3 and torch.allclose(found.weights, torch.tensor(1 / 6))
 
 
+@pytest.mark.parametrize("rows", [5, 50])
+def test_experts_with_corrections_of_minus_infinity_come_last(rows: int) -> None:
+    """Every token still has as many experts as it should have, however few have a finite correction."""
+    corrections = torch.full((6,), -torch.inf)
+    corrections[4] = 0.5
+    options = {"normalized": True, "tile_rows": 16, "sigmoids": True, "corrections": corrections}
+    found = choose_experts(torch.ones(rows, 8), torch.ones(6, 8), 3, **options)
+    assert found.experts.tolist() == [[0, 1, 4]] * rows and torch.allclose(found.weights, torch.tensor(1 / 3))
+    assert_covers(found, 6)
+
+
 @pytest.mark.parametrize(("num_pairs", "num_experts", "tile_rows"), [(3, 8, 4), (9, 2, 4), (8, 2, 4), (40, 3, 16)])
 def test_the_bound_of_tiles_is_reached(num_pairs: int, num_experts: int, tile_rows: int) -> None:
     used = min(num_pairs, num_experts)
