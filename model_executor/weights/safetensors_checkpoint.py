@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable
 
 import torch
 
-from ...srt.model_files.files import has_file, read_json_object
-from ...srt.model_files.settings import Settings
+from ...srt.model_files.safetensors_files import find_safetensors
 from ..device.dtypes import dtype_name
 from ..models.parameters import EMBEDDING, LM_HEAD, Region
 from .safetensors_file import SafetensorsFile
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGER_ENDINGS = (".qweight", ".weight_packed")
 """What the names of matrices of integers end with, in the formats whose names differ from those of other matrices."""
@@ -44,18 +40,13 @@ class SafetensorsCheckpoint:
         are refused unless they are given. So are tensors with the matrices of all experts, unless `stacked_experts`."""
         self._types = {*_TYPES, *quantized_types}
         self._file_of: dict[str, SafetensorsFile] = {}
-        index_path = os.path.join(folder, _INDEX)
-        wanted = _weight_map(index_path) if has_file(index_path) else None
-        filenames = _without_index(folder) if wanted is None else sorted(set(wanted.values()))
-        for filename in filenames:
-            path = os.path.join(folder, filename)
-            if not os.path.exists(path):
-                raise FileNotFoundError(f"{path!r} is missing, but {_INDEX} names it")
+        files = find_safetensors(folder)
+        for path in files.paths:
             file = SafetensorsFile(path)
             for name in file:
                 if self._file_of.setdefault(name, file) is not file:
                     raise ValueError(f"tensor {name!r} is in both {self._file_of[name].path!r} and {path!r}")
-        if wanted is not None and (missing := sorted(wanted.keys() - self._file_of.keys())):
+        if missing := sorted(files.tensors - self._file_of.keys()):
             raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
         if not quantized_types and (integers := sorted(x for x in self._file_of if x.endswith(_INTEGER_ENDINGS))):
             raise ValueError(f"tensor {integers[0]!r} has integers, but config.json has no quantization_config for it")
@@ -117,35 +108,18 @@ def is_for_images(name: str) -> bool:
 def _names_of_language_model(names: Iterable[str]) -> dict[str, str]:
     """The names in the files, by the names of a model for text only.
 
-    A model that also takes images has its language model under a name of its own, beside its other parts.
+    A model that also takes images has its language model under a name of its own, beside its other parts. Raises
+    ValueError for a tensor that is there by two names.
     """
     given = list(names)
     if not any(map(_IN_LANGUAGE_MODEL.match, given)):
         return {name: name for name in given}
-    return {in_language_model(name): name for name in given if not is_for_images(name)}
-
-
-def _weight_map(index_path: str) -> dict[str, str]:
-    """The file name of each tensor, from the index."""
-    index = Settings(index_path, read_json_object(index_path))
-    files = index.get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(filename, str) for filename in files.values()):
-        raise index.refusal("weight_map", "an object of tensor names and file names", files)
-    return files
-
-
-def _without_index(folder: str) -> list[str]:
-    present = sorted(os.listdir(folder))
-    if _SINGLE in present:
-        return [_SINGLE]
-    # Mistral's directories also have "consolidated" files, in Mistral's own format with other tensor names.
-    found = [name for name in present if name.endswith(".safetensors") and not name.startswith("consolidated")]
-    if found:
-        return found
-    pickled = [name for name in present if name.endswith((".bin", ".pt", ".pth"))]
-    if pickled:
-        raise ValueError(
-            f"{folder!r} has weights in pickle files only ({', '.join(pickled[:3])}), which may run code when loaded; "
-            "only safetensors and GGUF are read: convert them first"
-        )
-    raise FileNotFoundError(f"{folder!r} has no *.safetensors file")
+    found: dict[str, str] = {}
+    for name in given:
+        if is_for_images(name):
+            continue
+        known = in_language_model(name)
+        if known in found:
+            raise ValueError(f"tensors {found[known]!r} and {name!r} are both {known}")
+        found[known] = name
+    return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
+import math
 import mmap
 import os
 import zlib
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...srt.model_files.files import open_file
+from ...srt.model_files.settings import quote
 
 _TYPES = {
     "F64": torch.float64,
@@ -26,6 +27,8 @@ _TYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+_MAX_DIMS = 64
+"""of a tensor of torch"""
 DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -44,17 +47,21 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self.path = os.fspath(path)
         self._file = open_file(self.path)  # stays open, because tensors are mapped later
         try:
-            with safe_open(self.path, framework="pt"):
+            # Another program may have replaced the file at the path.
+            with safe_open(f"/proc/self/fd/{self._file.fileno()}", framework="numpy"):
                 pass  # this checks the header
         except SafetensorError as error:
             raise ValueError(f"{self.path!r} is not a valid safetensors file: {error}") from None
-        except RuntimeError as error:  # torch opens the path again, and the file may have been removed
-            raise FileNotFoundError(errno.ENOENT, str(error), self.path) from None
         length = self._file.read(8)
         self.header = length + self._file.read(int.from_bytes(length, "little"))
         """the bytes of the file before the data"""
         self._entries: dict[str, dict[str, Any]] = json.loads(self.header[8:])
         self._entries.pop("__metadata__", None)
+        for name in self._entries:
+            shape = self.shape(name)
+            # The library allows any length beside a length of 0.
+            if len(shape) > _MAX_DIMS or math.prod(max(length, 1) for length in shape) >= 2**63:
+                raise ValueError(f"{self.path!r}: tensor {name!r} has shape {quote(shape)}, which torch does not allow")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._entries[name]["shape"])

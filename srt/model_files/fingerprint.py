@@ -15,6 +15,7 @@ from typing import Any
 from .files import open_file
 from .gguf_model import part_paths
 from .model_config import ModelConfig
+from .safetensors_files import find_safetensors
 
 _SAMPLE_BYTES = 4 << 10
 _SAMPLE_EVERY = 1 << 20
@@ -34,14 +35,15 @@ def weight_fingerprints(config: ModelConfig) -> Iterator[str]:
 def weight_files(config: ModelConfig) -> Iterator[str]:
     """The paths of the files of the weights, and of what names them.
 
-    Raises OSError for an unreadable model, and ValueError for a split GGUF file that is not valid.
+    Raises OSError for an unreadable model, and ValueError for a split GGUF file or an index that is not valid.
     """
     if config.load_format == "gguf":
         yield from part_paths(config.model_path)
         return
-    for name in sorted(os.listdir(config.model_path)):
-        if name.endswith((".safetensors", ".safetensors.index.json")):
-            yield os.path.join(config.model_path, name)
+    files = find_safetensors(config.model_path)
+    yield from files.paths
+    if files.index_path is not None:
+        yield files.index_path
 
 
 def fingerprint(path: str) -> str:

@@ -191,6 +191,15 @@ def test_a_language_model_beside_parts_for_images(tmp_path, form, tied):
         load(tmp_path)
 
 
+def test_a_tensor_of_a_language_model_that_is_there_by_two_names(folder):
+    other = "model.language_model.norm.weight"
+    edit(folder, lambda tensors: tensors.update({other: torch.ones(64)}))
+    with pytest.raises(
+        ValueError, match=r"tensors 'model\..*norm\.weight' and 'model\..*' are both model\.norm\.weight"
+    ):
+        load(folder)
+
+
 def test_numbers_of_norms_are_computed_in_float32(tmp_path):
     save(make_model("gemma3"), tmp_path)
     stored, loaded = load_file(tmp_path / "model.safetensors"), load(tmp_path, torch.bfloat16)

@@ -218,6 +218,20 @@ def test_a_later_part_that_changes_in_place_is_noticed(tmp_path: Path, folder: P
     assert torch.equal(after, short_logits(runner_of(config, "off"))) and not torch.equal(after, before)
 
 
+def test_a_shard_in_a_folder_of_its_own_that_changes_is_noticed(tmp_path: Path, folder: Path) -> None:
+    config = checkpoint(tmp_path / "model")
+    model, names = tmp_path / "model", sorted(load_file(tmp_path / "model" / "model.safetensors"))
+    (model / "parts").mkdir()
+    shard = (model / "model.safetensors").rename(model / "parts" / "1.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "parts/1.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = short_logits(runner_of(config, folder))
+    checkpoint(tmp_path / "other", seed=2)
+    shutil.copy(tmp_path / "other" / "model.safetensors", shard)
+    after = short_logits(runner_of(config, folder))
+    assert torch.equal(after, short_logits(runner_of(config, "off"))) and not torch.equal(after, before)
+
+
 def test_another_index_is_noticed(tmp_path: Path, folder: Path) -> None:
     """It decides which of the files are read."""
     config = checkpoint(tmp_path / "model")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -315,12 +316,17 @@ def test_a_runner_keeps_nothing_unless_it_is_told_to(config, folder, monkeypatch
     assert len(entries(folder / "tercet")) == 1
 
 
-def test_an_entry_that_goes_while_it_is_opened(config, folder, monkeypatch):
+def test_an_entry_that_goes_before_it_is_opened(config, folder, monkeypatch):
     """Another server may make room at any moment."""
+    asked = []
 
-    def gone(path, **options):
-        raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
+    def gone(path):
+        asked.append(path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
-    monkeypatch.setattr("tercet.model_executor.weights.safetensors_file.safe_open", gone)
-    driver = make_runner(config, max_running_requests=1, max_total_tokens=64, weight_cache=str(folder))
+    monkeypatch.setattr("tercet.model_executor.weights.safetensors_file.open_file", gone)
+    # A type for which every CPU dequantises.
+    settings = {"max_running_requests": 1, "max_total_tokens": 64, "dtype": "float16"}
+    driver = make_runner(config, **settings, weight_cache=str(folder))
     assert driver.num_bytes.weights > 0
+    assert asked == [str(path) for path in entries(folder)] * 2  # before and after it is written
