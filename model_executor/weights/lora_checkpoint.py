@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ...srt.model_files.families import FAMILIES
+from ...srt.model_files.files import has_file
 from ...srt.model_files.lora_config import LoraConfig, read_lora_config
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.lora_layers import LoraShape, LoraWeight
@@ -145,16 +146,17 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, ta
 
 
 def _open(path: str) -> SafetensorsFile:
-    try:
-        return SafetensorsFile(os.path.join(path, _FILE))
-    except FileNotFoundError:
-        if os.path.exists(os.path.join(path, _PICKLE)):
+    file_path = os.path.join(path, _FILE)
+    if not has_file(file_path):
+        if has_file(os.path.join(path, _PICKLE)):
             raise ValueError(
                 f"{path!r} has only {_PICKLE}, a pickle file, which may run code when loaded: save it as {_FILE}"
-            ) from None
-        raise ValueError(f"{path!r} has no {_FILE}") from None
+            )
+        raise ValueError(f"{path!r} has no {_FILE}")
+    try:
+        return SafetensorsFile(file_path)
     except OSError as error:
-        raise ValueError(f"{_FILE} in {path!r} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{_FILE} in {path!r} cannot be read: {error.strerror or error}") from None
 
 
 def _module_name(name: str, modules: Mapping[str, _Module]) -> str | None:

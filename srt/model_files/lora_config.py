@@ -91,7 +91,7 @@ def read_lora_config(path: str) -> LoraConfig:
         values = read_json_object(source, max_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
         raise ValueError(
-            f"{path!r} is no folder of a LoRA adapter: {CONFIG_FILE} cannot be read ({error.strerror})"
+            f"{path!r} is no folder of a LoRA adapter: {CONFIG_FILE} cannot be read ({error.strerror or error})"
         ) from None
     return _checked(Settings(source, values))
 

@@ -148,16 +148,16 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("messages must contain at least one message", param="messages")
-        if continue_final_message and isinstance(messages[-1], Mapping) and messages[-1].get("tool_calls"):
+        chat: list[Mapping[str, Any]] = [_prepare(message) for message in messages]
+        if continue_final_message and chat[-1].get("tool_calls"):
             raise InvalidRequest(
                 "continue_final_message is not possible after tool_calls: the last message must end with its content",
                 param="continue_final_message",
             )
-        if not self.knows_tools and (tools or uses_tools(messages)):
-            messages, tools = without_tools(messages, tools, takes_system=self.takes_system), None
-        elif uses_tools(messages):
-            messages = in_shape(messages, self.call_shape)
-        chat = [_prepare(message) for message in messages]
+        if not self.knows_tools and (tools or uses_tools(chat)):
+            chat, tools = without_tools(chat, tools, takes_system=self.takes_system), None
+        elif uses_tools(chat):
+            chat = in_shape(chat, self.call_shape)
         if continue_final_message:
             _mark_end(chat, add_generation_prompt)
         prompt = self._rendered(chat, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
@@ -188,8 +188,6 @@ def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"messages must be objects, got {type(message).__name__}", param="messages")
     prepared = {key: value for key, value in message.items() if value is not None}
-    if message.get("tool_calls") and "content" in message:
-        prepared["content"] = message["content"]  # null, where the template wants that beside calls
     content = prepared.get("content")
     if isinstance(content, list | tuple):
         prepared["content"] = "".join(_part_text(part) for part in content)
@@ -216,7 +214,7 @@ def _part_text(part: Any) -> str:
     return text
 
 
-def _mark_end(chat: list[dict[str, Any]], add_generation_prompt: bool) -> None:
+def _mark_end(chat: list[Mapping[str, Any]], add_generation_prompt: bool) -> None:
     if add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -225,7 +223,7 @@ def _mark_end(chat: list[dict[str, Any]], add_generation_prompt: bool) -> None:
         raise InvalidRequest(
             "continue_final_message requires a last message with content", param="continue_final_message"
         )
-    chat[-1]["content"] += _END_MARK
+    chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _END_MARK}
 
 
 def _cut_at_mark(prompt: str) -> str:

@@ -268,7 +268,7 @@ def _read_template(template: str) -> str:
         return read_text(template)
     except OSError as error:
         raise ValueError(
-            f"--chat-template must be a Jinja template or a file with one, got {template!r} ({error.strerror})"
+            f"--chat-template must be a Jinja template or a file with one, got {template!r} ({error.strerror or error})"
         ) from error
 
 

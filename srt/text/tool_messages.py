@@ -53,10 +53,7 @@ PROBE_CHAT: tuple[Message, ...] = (
 
 def uses_tools(messages: Sequence[Message]) -> bool:
     """Whether the chat has calls or their results."""
-    return any(
-        isinstance(message, Mapping) and (message.get("tool_calls") or message.get("role") == "tool")
-        for message in messages
-    )
+    return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
 def in_shape(messages: Sequence[Message], shape: CallShape) -> list[Message]:
@@ -89,14 +86,14 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
 
 
 def without_tools(messages: Sequence[Message], tools: Sequence[Message] | None, *, takes_system: bool) -> list[Message]:
-    """The chat as text only, for a template without tools.
+    """The chat as text only, for a template without tools. The content of each message is text, or absent.
 
     takes_system: the template renders a system message. If not, the first user message begins with the functions.
     """
     chat: list[Message] = []
     for are_results, group in itertools.groupby(messages, lambda message: message.get("role") == "tool"):
         if are_results:
-            results = [f"<tool_response>\n{_text(result.get('content'))}\n</tool_response>" for result in group]
+            results = [f"<tool_response>\n{result.get('content') or ''}\n</tool_response>" for result in group]
             chat.append({"role": "user", "content": "\n".join(results)})
         else:
             chat += map(_without_calls, group)
@@ -107,7 +104,7 @@ def _without_calls(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
     written = [_written(call["function"]) for call in message["tool_calls"]]
-    content = "\n".join([text for text in (_text(message.get("content")),) if text] + written)
+    content = "\n".join([text for text in (message.get("content"),) if text] + written)
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
 
 
@@ -120,7 +117,7 @@ def _with_functions(chat: list[Message], tools: Sequence[Message], role: str) ->
     text = functions_text(tools)
     for i, message in enumerate(chat):
         if message.get("role") == role:
-            given = _text(message.get("content"))
+            given = message.get("content") or ""
             content = f"{given}\n\n{text}" if role == "system" else f"{text}\n\n{given}"
             return [*chat[:i], {**message, "content": content}, *chat[i + 1 :]]
     return [{"role": role, "content": text}, *chat]
@@ -137,9 +134,3 @@ def functions_text(tools: Sequence[Message]) -> str:
         "Write one such block for each call, and stop after the last one. The results then come between tool_response "
         "tags. If no function helps, answer in plain words."
     )
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list | tuple):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content or ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable
 
 from .answer_text import AnswerText, Reading
@@ -113,7 +114,9 @@ def _copy_quoted(answer: AnswerText, quote: str, put: Callable[[str], None]) -> 
 def _as_json(source: str) -> str:
     """A literal of Python or JSON as JSON. Any other text becomes a string."""
     try:
-        value = ast.literal_eval(_WithConstants().visit(ast.parse(source, mode="eval")))
+        with warnings.catch_warnings(action="ignore"):  # of odd literals: a model can fill the log with them
+            parsed = ast.parse(source, mode="eval")
+        value = ast.literal_eval(_WithConstants().visit(parsed))
         return without_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return f'"{json_string(source)}"'

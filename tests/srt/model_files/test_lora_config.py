@@ -127,6 +127,12 @@ def test_no_adapter(tmp_path):
         read_lora_config(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="no folder of a LoRA adapter"):
         read_lora_config(write(tmp_path) + "/adapter_config.json")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "adapter_config.json").symlink_to("gone")
+    with pytest.raises(
+        ValueError, match=r"cannot be read \('.*adapter_config\.json' is a link to a missing file, 'gone'\)"
+    ):
+        read_lora_config(str(tmp_path / "link"))
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ValueError, match="must hold a JSON object"):
         read_lora_config(str(tmp_path))

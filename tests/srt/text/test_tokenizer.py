@@ -180,6 +180,10 @@ def test_a_template_of_the_operator(tmp_path):
     os.mkfifo(file)
     with pytest.raises(ValueError, match=r"template\.jinja' must be a regular file"):
         load_tokenizer(path, chat_template=str(file))
+    file.unlink()
+    file.symlink_to("gone")
+    with pytest.raises(ValueError, match=r"\('.*template\.jinja' is a link to a missing file, 'gone'\)"):
+        load_tokenizer(path, chat_template=str(file))
 
 
 def test_no_chat_template_is_said():

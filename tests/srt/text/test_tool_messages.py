@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tercet.srt.errors import InvalidRequest
 from tercet.srt.text.chat_template import ChatTemplate
 from tercet.srt.text.tool_messages import CallShape, functions_text, without_tools
 
@@ -96,6 +97,24 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert template.render(CHAT) == f"<user>Hi{HISTORY}"
     said = [CHAT[0], {**CHAT[1], "content": "Wait."}]
     assert "<assistant>Wait.\n<tool_call>" in template.render(said)
+
+
+IMAGE = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+
+
+@pytest.mark.parametrize("source", [OBJECT, PLAIN, NO_SYSTEM])
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "tool", "content": IMAGE}, "parts of type 'image_url' are not supported"),
+        ({"role": "user", "content": IMAGE}, "parts of type 'image_url' are not supported"),
+        ({"role": "tool", "content": 5}, "content must be a string or a list of text parts, got int"),
+        ("hi", "messages must be objects, got str"),
+    ],
+)
+def test_what_no_template_takes_is_refused_also_beside_tools(source: str, message: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        ChatTemplate(source, {}).render([message, *CHAT[2:]], tools=[TOOL])
 
 
 def test_a_result_may_be_the_first_message_and_functions_keep_their_letters() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -60,6 +61,14 @@ def test_line_breaks_in_strings_and_constants_of_both_notations(source: str, val
 @pytest.mark.parametrize("source", ["Paris", "truely", "[true, maybe]", "f'{true}'", "-true", "true()", "{true, 1}"])
 def test_what_is_no_literal_becomes_a_string(source: str) -> None:
     assert value_of(source) == source
+
+
+@pytest.mark.parametrize("source", ["1and 2", r"'\d'", "[0x1for x in y]"])
+def test_an_odd_literal_writes_no_line_to_the_log(source: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value_of(source)
+    assert not caught
 
 
 @pytest.mark.parametrize("text", ["[f(),]", "[f(), f(),]", "<|python_start|>[f() , ] <|python_end|>"])
