@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import TercetError
 from ..machine.open_files import raise_open_files_limit
-from .bounded_http import BoundedHttpProtocol
+from .bounded_http import MAX_SPARE_CONNECTIONS, BoundedHttpProtocol
 from .error_handlers import error_response
+from .tls_listener import TlsListener
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ _CLOSE_TIMEOUT_S = 2
 _BACKLOG = 2048
 _OTHER_FILES = 128
 """Open files other than client connections: libraries, sockets between the processes, and a reserve."""
+_MIN_FILES = 256
+"""With fewer open files, clients could take those that a restart of the engine needs."""
 _FEW_CONNECTIONS = 4096
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Time limit for the handshake of TLS. Until its end, a connection does not count for the maximum number."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -83,8 +84,14 @@ def _listen(listener: socket.socket) -> None:
 
 
 def max_connections() -> int:
-    """The number of connections that this process can have, after it has raised its limit of open files."""
-    return max(raise_open_files_limit() - _OTHER_FILES, 1)
+    """The number of connections that this process can have, after it has raised its limit of open files.
+
+    Raises ValueError if the limit stays too low for a server.
+    """
+    limit = raise_open_files_limit()
+    if limit < _MIN_FILES:
+        raise ValueError(f"the limit of open files (ulimit -Hn) must be at least {_MIN_FILES}, got {limit}")
+    return limit - _OTHER_FILES
 
 
 def warn_of_few_connections(number: int) -> None:
@@ -130,24 +137,29 @@ class HttpListener:
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its own signal handlers. The process handles signals itself."""
 
+    servers: list[Any]
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, with a time limit for handshakes, which uvicorn cannot be told."""
+        """As uvicorn's own, with limits for handshakes, which uvicorn cannot be told."""
         assert sockets is not None
         config, loop = self.config, asyncio.get_running_loop()
         protocol: Any = config.http_protocol_class
         connect = functools.partial(protocol, config=config, server_state=self.server_state, app_state={})
-        timeout_s = None if config.ssl is None else HANDSHAKE_TIMEOUT_S
-        self.servers = [
-            await loop.create_server(
-                connect, sock=one, ssl=config.ssl, ssl_handshake_timeout=timeout_s, backlog=config.backlog
-            )
-            for one in sockets
-        ]
+        if config.ssl is None:
+            self.servers = [await loop.create_server(connect, sock=one, backlog=config.backlog) for one in sockets]
+        else:
+            self.servers = [TlsListener(one, config.ssl, connect, self._has_room) for one in sockets]
         self.started = True
+
+    def _has_room(self, num_handshakes: int) -> bool:
+        """Whether another connection may begin its handshake. At its end, it may be told that it is one too many."""
+        limit = self.config.limit_concurrency
+        assert limit is not None
+        return len(self.server_state.connections) + num_handshakes < limit + MAX_SPARE_CONNECTIONS
 
 
 def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None, max_connections: int) -> uvicorn.Config:

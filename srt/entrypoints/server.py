@@ -68,11 +68,11 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
     try:
         check_folders(server_args)
         tls = tls_context(server_args)
+        number = max_connections()
         tracer = RequestTracer.start(server_args) if num_workers == 1 else None
     except ValueError as error:
         logger.error("Cannot start: %s", error)
         return 1
-    number = max_connections()
     try:
         if num_workers == 1:
             listeners = [bind(server_args.host, server_args.port)]

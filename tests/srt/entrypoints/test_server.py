@@ -314,6 +314,16 @@ def test_every_process_may_open_as_many_files_as_its_user_may(run_dirs: Path, fl
             assert psutil.Process(pid).rlimit(resource.RLIMIT_NOFILE)[0] == wanted
 
 
+def test_a_server_that_may_open_few_files_does_not_start() -> None:
+    serve = [sys.executable, "-m", "tercet", "serve", "--model-path", "/nowhere", "--port", "0"]
+    limited = ["sh", "-c", 'ulimit -n 255 && exec "$@"', "sh", *serve]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 1
+    assert (
+        "Cannot start: the limit of open files (ulimit -Hn) must be at least 256, got 255" in done.stdout + done.stderr
+    )
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

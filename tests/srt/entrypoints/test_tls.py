@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import shutil
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
-import uvloop
+from certificates import make_certificate, openssl
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, text_of, toy_flags
 
-from tercet.srt.entrypoints import http_listener
 from tercet.srt.entrypoints.server import serve
 from tercet.srt.entrypoints.tls import tls_context
 from tercet.srt.server_args import ServerArgs
@@ -27,18 +23,12 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="the ope
 PASSWORD = "open-sesame"
 
 
-def openssl(*arguments: str, folder: Path) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=PATIENCE_S)
-
-
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder: server.pem and server.key, locked.key with a password, client.pem and client.key."""
     folder = tmp_path_factory.mktemp("certs")
-    kind = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    for name, extra in (("server", ("-addext", "subjectAltName=IP:127.0.0.1")), ("client", ())):
-        files = ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-        openssl(*kind, *files, *extra, folder=folder)
+    make_certificate(folder, "server")
+    make_certificate(folder, "client")
     openssl("ec", "-aes256", "-passout", f"pass:{PASSWORD}", "-in", "server.key", "-out", "locked.key", folder=folder)
     return folder
 
@@ -121,24 +111,6 @@ def test_https_with_certificates_on_both_sides(certs: Path, tmp_path: Path) -> N
                 httpx.get((url if verify else url.replace("https", "http")) + "/health", verify=verify or True)
         _answer_before_the_body(url, trust)
         assert "Traceback" not in server.log, server.log
-
-
-def test_a_handshake_that_stalls_is_given_up(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_listener, "HANDSHAKE_TIMEOUT_S", 0.05)
-
-    async def scenario() -> None:
-        context = tls_context(args(certs, ssl_certfile="server.pem", ssl_keyfile="server.key"))
-        with http_listener.bind("127.0.0.1", 0) as listener:
-            server = http_listener.HttpListener(listener, context, 1)
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            with contextlib.suppress(ConnectionResetError):
-                # Without a limit of its own, the event loop gives a handshake up after 60 s.
-                assert await asyncio.wait_for(reader.read(), 30) == b""
-            writer.close()
-            await server.stop()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(scenario())
 
 
 def _answer_before_the_body(url: str, trust: ssl.SSLContext) -> None:
