@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 from . import __version__
 from .srt import command_line as settings
@@ -17,6 +19,15 @@ from .srt.server_args import ServerArgs
 from .srt.settings.checks import check_tokenizer_settings
 
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
+_SERVE_USAGE = "%(prog)s [options] [MODEL]"
+"""Without the names of more than a hundred flags, which would hide an error below them."""
+FLAGS_OF_VLLM = {
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--max-prefill-tokens",
+}
+"""Flags of vLLM -> those that do the same here."""
 _CHAT = "Chat with a running server, or with a model in this process."
 _BENCH = "Run a benchmark of a running server or of the engine."
 _BENCHMARKS = {
@@ -47,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tercet", description="Tercet: an LLM serving engine.")
     parser.add_argument("--version", action="version", version=f"tercet {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE)
+    serve = commands.add_parser("serve", usage=_SERVE_USAGE, help=_SERVE, description=_SERVE)
     _add_serve_arguments(serve)
     chat = commands.add_parser("chat", help=_CHAT, description=_CHAT)
     _add_chat_arguments(chat)
@@ -63,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arguments", metavar="FLAGS", nargs=argparse.REMAINDER, help="flags of the benchmark; its --help lists them"
     )
     flags.required = False  # Python 3.11 would name it beside a missing BENCHMARK
-    namespace = parser.parse_args(argv)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(unknown, {"serve": serve, "chat": chat, "bench": bench}[namespace.command])
     if namespace.command == "bench":
         return _bench(namespace.benchmark, namespace.arguments)
     return _chat(namespace) if namespace.command == "chat" else _serve(serve, namespace)
@@ -71,9 +84,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch_server() -> int:
     """`python -m tercet.launch_server`; returns the exit code. Raises KeyboardInterrupt."""
-    parser = argparse.ArgumentParser(prog="python -m tercet.launch_server", description=_SERVE)
+    parser = argparse.ArgumentParser("python -m tercet.launch_server", usage=_SERVE_USAGE, description=_SERVE)
     _add_serve_arguments(parser)
-    return _serve(parser, parser.parse_args())
+    namespace, unknown = parser.parse_known_args()
+    if unknown:
+        _refuse(unknown, parser)
+    return _serve(parser, namespace)
+
+
+def _refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Exits with an error about the first of these arguments, which names similar flags."""
+    flag = unknown[0].partition("=")[0]
+    if not flag.startswith("-"):
+        parser.error(f"unexpected argument {flag!r}")
+    known = [name for action in parser._actions for name in action.option_strings]
+    near = [FLAGS_OF_VLLM[flag]] if FLAGS_OF_VLLM.get(flag) in known else difflib.get_close_matches(flag, known)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{parser.prog} --help lists all"
+    parser.error(f"unknown flag {flag}; {hint}")
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:

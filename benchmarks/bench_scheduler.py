@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             case = Case(server_args, config, options.profile, lambda: traffic_of(options, config.vocab_size))
         check_drafts(case.server_args, case.profile, is_replay=options.replay is not None)
         runs = _runs(case, options)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        parser.error(f"cannot read {error.filename}: {error.strerror}")
+    except ValueError as error:
         parser.error(str(error))
     add_tables(result, runs, _traffic_text(options), _engine_text(case))
     max_resident_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -121,6 +121,10 @@ def from_namespace(
     values: dict[str, Any] = {}
     if getattr(namespace, "config", None):
         values.update(_read_config(namespace.config))
+        try:
+            ServerArgs.check_names(values)
+        except ValueError as error:
+            raise ValueError(f"--config {namespace.config}: {error}") from error
     values.update({key: value for key, value in vars(namespace).items() if key in known})
     if "model_path" not in values:
         values = {**default_model(), **values}

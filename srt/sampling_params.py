@@ -132,8 +132,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
             # Without leading zeros, so that a token has one key. Longer texts are no ids, and slow to convert.
             key_ok = _TOKEN_ID.fullmatch(key) is not None and int(key) < 2**31
-            _check("logit_bias", key, key_ok, "token ids as keys")
-            _check("logit_bias", value, -100 <= value <= 100, "values in [-100, 100]")
+            if not key_ok:
+                raise InvalidRequest(
+                    f"the keys of logit_bias must be token ids, got {key[:_SHOWN_CHARS]!r}", param="logit_bias"
+                )
+            if not -100 <= value <= 100:
+                raise InvalidRequest(
+                    f"the values of logit_bias must be in [-100, 100], got {value}", param="logit_bias"
+                )
 
     def _check_grammar(self) -> None:
         given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -97,20 +97,25 @@ class ServerArgs(
         return parse_origins(self.allowed_origins)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ServerArgs:
-        """Make settings from keyword arguments or a parsed file. Raises ValueError for a wrong name or type."""
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raises ValueError for a name that no setting has."""
         known = {f.name for f in dataclasses.fields(cls)}
-        for name in sorted(set(values) - known):
+        for name in sorted(set(names) - known):
             near = difflib.get_close_matches(name, known)
             hint = f"did you mean {' or '.join(near)}?" if near else "docs/server_args.md lists all"
             raise ValueError(f"unknown setting {name}; {hint}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ServerArgs:
+        """Make settings from keyword arguments or a parsed file. Raises ValueError for a wrong name or type."""
+        cls.check_names(values)
         try:
             return msgspec.convert(dict(values), cls)
         except msgspec.ValidationError as error:
             if error.__cause__ is not None:  # of `check_settings`
                 raise ValueError(str(error.__cause__)) from error
             name = str(error).partition(" - at `$.")[2].partition("`")[0].partition("[")[0]
-            if name not in known:
+            if name not in declarations():
                 raise ValueError(str(error)) from error
             given = "a value of another type" if declarations()[name].secret else repr(values[name])
             raise ValueError(f"{flag_name(name)} must be {_allowed(name)}, got {given}") from error

@@ -66,9 +66,12 @@ class HostKV:
         self.block_len = pages_per_block * kv_pool.page_size
         block_bytes = pages_per_block * kv_pool.page_bytes
         self.num_blocks = settings.num_bytes // block_bytes
-        size = f"--hicache-size {settings.num_bytes / 2**30:g}"
+        size = f"--hicache-size {settings.num_bytes / 2**30:.4g}"
         if not self.num_blocks:
-            raise ValueError(f"{size} is less than one block of {self.block_len} tokens ({block_bytes} bytes)")
+            least_gb = math.ceil(block_bytes / 2**30 * 1e4) / 1e4
+            raise ValueError(
+                f"{size} is less than one block of {self.block_len} tokens; give at least {least_gb:g} (GB)"
+            )
         num_tokens = self.num_blocks * self.block_len
         if not settings.has_storage and num_tokens <= kv_pool.size:
             least = (kv_pool.size // self.block_len + 1) * block_bytes

@@ -55,11 +55,11 @@ def num_kv_tokens(
             budget = available - int(memory.total * GPU_MARGIN)
         num_tokens = min(fits, budget // bytes_per_token // page_size * page_size)
     if num_tokens < 2 * page_size:
+        first = "" if mem_fraction_static is None else f"raise --mem-fraction-static {mem_fraction_static:g}, or "
         raise ValueError(
             f"not enough memory for a KV pool: beside the weights {_gib(memory.available)} of {_gib(memory.total)} are "
-            f"available, steps need {_gib(reserve)}, and a token needs {bytes_per_token} bytes; raise "
-            "--mem-fraction-static if it is given, else lower --max-prefill-tokens, --max-running-requests or "
-            "--context-length"
+            f"available, steps need {_gib(reserve)}, and a token needs {bytes_per_token} bytes; "
+            f"{first}lower --max-prefill-tokens, --max-running-requests or --context-length"
         )
     return num_tokens
 

@@ -6,6 +6,7 @@ message without details, and the log gets the traceback.
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -111,7 +112,9 @@ async def http_exception(request: Request, error: Exception) -> Response:
         message = f"{request.method} is not allowed on {path}; allowed: {allowed}"
         body = ErrorBody(message, "invalid_request_error", None, "method_not_allowed")
     elif error.status_code == 404:
-        message = f"path {path} does not exist; /docs lists all endpoints"
+        near = difflib.get_close_matches(path, [route.path for route in request.app.routes], n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "/docs lists all endpoints"
+        message = f"path {path} does not exist; {hint}"
         body = ErrorBody(message, "invalid_request_error", None, "not_found")
     else:
         body = ErrorBody(error.detail, "invalid_request_error", None, None)

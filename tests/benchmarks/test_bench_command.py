@@ -97,6 +97,7 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["serving", "--output-file", "x" * 300], "--output-file: [Errno 36] File name too long"),
         (["serving", "--dataset-path", "x" * 300], f"--dataset-path: {'x' * 300} does not exist"),
         (["offline", "--model-path", "x" * 300], "--model-path must be a path or one of"),
+        (["scheduler", "--replay", "nowhere"], "error: cannot read nowhere: No such file or directory"),
         (["scheduler", "--cost", "x" * 300], "[Errno 36] File name too long"),
         (["scheduler", "--cost", "/proc/self/mem"], "--cost /proc/self/mem: [Errno 5] Input/output error"),
         (["scheduler", "--max-concurrency", "9" * 20], f"--max-concurrency must be at most 1000000, got {'9' * 20}"),

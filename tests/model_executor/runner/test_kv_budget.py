@@ -117,7 +117,7 @@ def test_whole_pages(page_size):
 
 
 def test_no_room():
-    with pytest.raises(ValueError, match="--mem-fraction-static"):
+    with pytest.raises(ValueError, match=r"raise --mem-fraction-static 0\.5, or lower --max-prefill-tokens"):
         tokens(Memory(100 * GIB, 10 * GIB), mem_fraction_static=0.5)
     with pytest.raises(ValueError, match=r"not enough memory.*--context-length"):
         tokens(Memory(GIB, 1 << 16))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tercet import commands
 from tercet.commands import main
 from tercet.srt.entrypoints import server
 from tercet.srt.model_files import default_model
@@ -58,7 +59,11 @@ def test_a_setting_that_a_config_file_has_twice_is_refused(
     ("argv", "message"),
     [
         (["A", "--model-path", "B"], "two different models are given: A and --model-path B"),
-        (["A", "--no-such-flag"], "--no-such-flag"),
+        (["A", "--no-such-flag"], "unknown flag --no-such-flag; tercet serve --help lists all"),
+        (["A", "--prot", "1"], "tercet serve: error: unknown flag --prot; did you mean --port or --host?"),
+        (["A", "--prot=1"], "unknown flag --prot; did you mean --port or --host?"),
+        (["A", "--max-model-len", "1"], "unknown flag --max-model-len; did you mean --context-length?"),
+        (["A", "B"], "tercet serve: error: unexpected argument 'B'"),
         (["A", "--port", "many"], "--port"),
         (["A", "--port", "70000"], "--port must be in [0, 65535], got 70000"),
         (["A", "--page-size", "0"], "--page-size must be at least 1, got 0"),
@@ -106,7 +111,37 @@ def test_bad_flags_exit_with_2_and_a_message(
     served: list[ServerArgs], capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     assert _exit_code(["serve", *argv]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("usage: tercet serve [options] [MODEL]\n")
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["chat", "--base_url", "x"], "tercet chat: error: unknown flag --base_url; did you mean --base-url?"),
+        (["bench", "--rounds", "compare"], "tercet bench: error: unknown flag --rounds; tercet bench --help lists all"),
+    ],
+)
+def test_an_unknown_flag_is_refused_by_the_command_that_has_it(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert _exit_code(argv) == 2
     assert message in capsys.readouterr().err
+
+
+def test_other_names_lead_to_flags() -> None:
+    known = vars(ServerArgs(model_path="A"))
+    assert {flag.removeprefix("--").replace("-", "_") for flag in commands.FLAGS_OF_VLLM.values()} <= known.keys()
+
+
+def test_an_unknown_setting_of_a_config_file_is_named_with_the_file(
+    served: list[ServerArgs], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("prot: 7\n")
+    assert _exit_code(["serve", "A", "--config", str(config)]) == 2
+    assert f"--config {config}: unknown setting prot; did you mean port?" in capsys.readouterr().err
     assert served == []
 
 

@@ -196,7 +196,11 @@ def test_another_model_is_not_found(site: Site) -> None:
         ({"prompt": "a", "stop_regex": "(sampling_seed"}, "stop_regex", "'(sampling_seed'"),
         ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
         ({"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias", "got str"),
-        ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias", "logit_bias must be token ids as keys"),
+        (
+            {"prompt": "a", "logit_bias": {"1" * 5000: 1}},
+            "logit_bias",
+            "the keys of logit_bias must be token ids, got '111",
+        ),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs must be in [0, 20], got 21"),
         ({"prompt": "a", "logprobs": -1}, "logprobs", "logprobs must be in [0, 20], got -1"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "logprobs must be a number of tokens"),

@@ -26,6 +26,19 @@ def test_an_unknown_route(site: Site, path: str) -> None:
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/nope", "/docs lists all endpoints"),
+    ],
+)
+def test_an_unknown_route_names_a_similar_one(site: Site, path: str, hint: str) -> None:
+    assert error_of(site.post(path))["message"] == f"path {path} does not exist; {hint}"
+
+
 @pytest.mark.parametrize(("method", "path"), [("GET", "/generate"), ("DELETE", "/health"), ("PATCH", "/v1/models")])
 def test_a_method_that_is_not_allowed(site: Site, method: str, path: str) -> None:
     answer = site.request(method, path)

@@ -197,7 +197,11 @@ def test_a_streamed_batch_has_an_index(site: Site, body: dict[str, Any]) -> None
         ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n", "[1, 128]"),
         ({"text": "a", "sampling_params": {"top_k": 2**40}}, "sampling_params.top_k", "<= 2147483647"),
         ({"text": "a", "sampling_params": {"stop_token_ids": [258]}}, "sampling_params.stop_token_ids", "below 258"),
-        ({"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "sampling_params.logit_bias", "token ids as keys"),
+        (
+            {"text": "a", "sampling_params": {"logit_bias": {"x": 1}}},
+            "sampling_params.logit_bias",
+            "must be token ids, got 'x'",
+        ),
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature", "got str"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params", "a single object"),
         ({"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params", "a list of 1"),
