@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny_models import BASE, save, stored_tensors
+from tiny_configs import BASE
+from tiny_models import save, stored_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tercet.model_executor.layers.fp8_weight import Fp8Weight, quantize_fp8

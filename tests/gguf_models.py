@@ -78,7 +78,7 @@ OF_ARCH = {
     "seed_oss": SEED_OSS,
     "gpt-oss": GPT_OSS,
 }
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 GPT_OSS_EXPERTS = {
     "gate_up_proj": {"gate_proj.weight": _EVEN, "up_proj.weight": _ODD},

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from gguf_models import Kind, write_gguf
 from safetensors.torch import save_file
-from tiny_models import CONFIGS, initialised, make_model, stored_tensors
+from tiny_configs import CONFIGS
+from tiny_models import initialised, make_model, stored_tensors
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tercet.srt.model_files.load_config import load_model_config

@@ -352,6 +352,14 @@ inline void scale_rows_op(const Tensor& x, double factor) {
   });
 }
 
+inline void square_relu_op(const Tensor& x) {
+  const int64_t n = x.size(1);
+  check(x, "x", x.scalar_type(), {x.size(0), n});
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    run_or_record(x.size(0), [=, x = x.data_ptr<scalar_t>()](int64_t rows) { square_relu(x, rows, n); });
+  });
+}
+
 inline void add_gated_op(const Tensor& out, const Tensor& x, const optional<Tensor>& gates) {
   const int64_t rows = x.size(0), n = x.size(1);
   check(x, "x", x.scalar_type(), {rows, n});

@@ -69,6 +69,19 @@ void scale_rows(T* x, float factor, int64_t rows, int64_t n) {
   });
 }
 
+/// x = max(x, 0) ** 2, rounded once. x is [rows, n].
+template <typename T>
+void square_relu(T* x, int64_t rows, int64_t n) {
+  for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
+    const int64_t stop = end * n;
+    for (int64_t i = first * n; i < stop; i += kPanel) {
+      const FloatPair value = load_pair(x + i, stop - i);
+      const FloatPair positive{at::vec::maximum(value.left, Vec(0.f)), at::vec::maximum(value.right, Vec(0.f))};
+      store_pair(x + i, positive * positive, stop - i);
+    }
+  });
+}
+
 /// out += sigmoid(gates) * x, rounded once; gates: one number for each row. Without gates: out += x. out and x are
 /// [rows, n].
 template <typename T>

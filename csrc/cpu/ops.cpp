@@ -81,6 +81,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
   m.def("widened(Tensor x) -> Tensor", &widened_op);
   m.def("scale_rows(Tensor(a!) x, float factor) -> ()", &scale_rows_op);
+  m.def("square_relu(Tensor(a!) x) -> ()", &square_relu_op);
   m.def("add_gated(Tensor(a!) out, Tensor x, Tensor? gates) -> ()", &add_gated_op);
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> ()", &add_rms_norm_op);
   m.def(

@@ -70,6 +70,9 @@ class LoraLayers:
     ) -> Layer:
         return self._layers.lora_gated_linear(weight, bias, activation, tables)
 
+    def squared_relu(self, linear: Layer) -> Layer:
+        return self._layers.squared_relu(linear)
+
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return self._layers.norm(weight, eps)
 

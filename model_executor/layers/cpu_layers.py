@@ -14,6 +14,7 @@ from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
+from .activation import SquaredReLU
 from .attention import QKNorm
 from .cpu_lora import CpuLoraGatedLinear, FusedGates
 from .embedding import Embedding, ScaledEmbedding
@@ -250,6 +251,9 @@ class CpuLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
     ) -> AttentionLayer:
         return CpuAttention(layer_id, backend, qk_norm, sinks)
+
+    def squared_relu(self, linear: Layer) -> Layer:
+        return SquaredReLU(linear, _ops.square_relu)
 
     def with_shared_expert(self, experts: Layer, shared: Expert, gate: Any | None) -> Layer:
         return WithSharedExpert(experts, shared, self._shared_gate(gate), _ops.add_gated)

@@ -16,7 +16,7 @@ from ...srt.model_files.model_config import Activation, ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
-from .activation import gated_activation
+from .activation import SquaredReLU, gated_activation
 from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding, ScaledEmbedding
@@ -75,6 +75,9 @@ class LayerKinds(Protocol):
     ) -> Layer:
         """Make the same with adapters. Tokens without one have the bits of the layer of `gated_linear`."""
 
+    def squared_relu(self, linear: Layer) -> Layer:
+        """Make the squared ReLU of a layer's outputs. `linear`: made by `linear`."""
+
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         """Make the mixture of experts: x [T, hidden] -> [T, hidden]. `experts`: each is read once, in order."""
 
@@ -86,7 +89,7 @@ class LayerKinds(Protocol):
         """
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> StreamLayer:
-        """Join a norm and the layer after it. `layer`: made by `linear`, `gated_linear`, `experts` or
+        """Join a norm and the layer after it. `layer`: made by `linear`, `gated_linear`, `squared_relu`, `experts` or
         `with_shared_expert`."""
 
     def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
@@ -143,6 +146,9 @@ class TorchLayers:
     ) -> Layer:
         activate = partial(gated_activation, activation=activation)
         return LoraGatedLinear(self.linear(weight, bias), activate, tables)
+
+    def squared_relu(self, linear: Layer) -> Layer:
+        return SquaredReLU(linear)
 
     def router(self, router: RouterWeights) -> Layer:
         """Make the layer of a router, which `float32_logits` calls."""

@@ -1,5 +1,6 @@
 """The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 2 MoE, Qwen 3, Phi 3, SmolLM 3, Gemma 2,
-Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, GLM-4.5, Seed-OSS, ERNIE 4.5, EXAONE 4 and GPT-OSS.
+Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, GLM-4.5, Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee AFM and
+GPT-OSS.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
@@ -129,13 +130,16 @@ class DecoderLayer:
             self.experts = layers.experts(router, stored, config.experts)
             if config.experts.shared is not None:
                 gate_up, down = (params[name] for name in shared_expert_names(layer_id))
-                shared = Expert(layers.gated_linear(gate_up, None, config.hidden_act), layers.linear(down, None))
+                shared = Expert(layers.gated_linear(gate_up, None, "silu"), layers.linear(down, None))
                 self.experts = layers.with_shared_expert(self.experts, shared, params.get(shared_gate_name(layer_id)))
             self._normed_experts = of_stream(self.post_attention_norm, self.experts)
             return
-        self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"), config.hidden_act)
+        if config.hidden_act == "squared_relu":
+            self.inner_proj = layers.squared_relu(layers.linear(*weights("up_proj")))
+        else:
+            self.inner_proj = layers.gated_linear(*weights("gate_up_proj"), config.hidden_act)
         self.down_proj = layers.linear(*weights("down_proj"))
-        self._normed_gate_up = of_stream(self.post_attention_norm, self.gate_up_proj)
+        self._normed_inner = of_stream(self.post_attention_norm, self.inner_proj)
         self._summed_down = before_sum(self.down_proj, "feed_forward_output_norm", next_norm)
 
     def attend(
@@ -157,8 +161,8 @@ class DecoderLayer:
         pending = self._summed_o(attention_out, residual, batch)
         if self._normed_experts is not None:
             return self._normed_experts(pending, residual, batch)[0]
-        gated, residual = self._normed_gate_up(pending, residual, batch)
-        return self._summed_down(gated, residual, batch)
+        inner, residual = self._normed_inner(pending, residual, batch)
+        return self._summed_down(inner, residual, batch)
 
 
 class Decoder:

@@ -198,8 +198,9 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         "qkv_proj": ((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
         "o_proj": ((Part("self_attn.o_proj", (hidden,)),), q_size, config.o_bias, Split.ROWS),
     }
+    inner = {"gate_up_proj": (gate, up)} if config.has_gates else {"up_proj": (up,)}
     dense = {
-        "gate_up_proj": ((gate, up), hidden, config.mlp_bias, Split.COLUMNS),
+        **{name: (parts, hidden, config.mlp_bias, Split.COLUMNS) for name, parts in inner.items()},
         "down_proj": ((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
     }
     norm = Part("", (hidden,), offset=config.norm_offset)

@@ -75,7 +75,7 @@ _WITHOUT_ENDING = (("attn_sinks", "weight"), ("exp_probs_b", "bias"))
 """Tensors whose Hugging Face names do not end in `weight` or `bias`."""
 _SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 # In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.
-_PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite", "granitemoe")
+_PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite", "granitemoe", "arcee")
 
 
 _CPU = torch.device("cpu")

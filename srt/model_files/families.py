@@ -295,6 +295,17 @@ FAMILIES: dict[str, Family] = {
         gguf_experts=glm_gguf_experts,
         gguf_expert_keys=GLM_GGUF_KEYS,
     ),
+    "ArceeForCausalLM": Family(
+        "arcee",
+        "decoder",
+        no_window,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        has_gates=False,
+        default_rms_norm_eps=1e-5,
+        defaults={"hidden_act": "relu2", "bos_token_id": 128_000, "eos_token_id": 128_001},
+    ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
         "decoder",

@@ -59,6 +59,8 @@ class Family:
     has_text_config: bool = False
     """whether the settings of the language model are in `text_config`, beside those of other parts"""
     activation_key: str = "hidden_act"
+    has_gates: bool = True
+    """whether feed-forward layers multiply the activation by the outputs of a second projection"""
     has_query_scalar: bool = False
     """whether `query_pre_attn_scalar` replaces head_dim in the scale of attention"""
     has_local_rope: bool = False

@@ -27,6 +27,7 @@ GGUF_ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "arcee": "ArceeForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "llama": "MixtralForCausalLM",

@@ -23,7 +23,7 @@ from .gguf_architectures import (
 from .gguf_file import GGUFTensor
 from .gguf_model import GGUFModel
 from .layer_windows import SlidingWindows, local_windows
-from .model_config import ACTIVATIONS, MAX_LAYERS, ModelConfig
+from .model_config import MAX_LAYERS, ModelConfig, activations_of
 from .rope_config import (
     GGUF_DIVISORS,
     GGUFDivisors,
@@ -116,7 +116,7 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         sliding_windows=windows,
         rms_norm_eps=config.number("attention.layer_norm_rms_epsilon", family.default_rms_norm_eps),
         rope=rope,
-        hidden_act=ACTIVATIONS[str(family.defaults.get(family.activation_key, "silu"))],
+        hidden_act=activations_of(family)[str(family.defaults.get(family.activation_key, "silu"))],
         layer_ropes=ropes,
         attention_scale=scale,
         embedding_scale=math.sqrt(hidden_size) if family.scales_embeddings else config.number("embedding_scale", 1.0),

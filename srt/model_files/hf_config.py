@@ -11,7 +11,7 @@ import numpy as np
 from .families import FAMILIES, SOFT_CAP_KEYS, not_in_families
 from .family import Family
 from .generation_defaults import HF_KEYS, read_generation_defaults
-from .model_config import ACTIVATIONS, MAX_LAYERS, Activation, ModelConfig
+from .model_config import MAX_LAYERS, Activation, ModelConfig, UngatedActivation, activations_of
 from .quantization_config import read_quantization_config
 from .rope_config import layer_ropes, rope_from_hf, ropes_from_hf, ropes_of_windows
 from .settings import Settings
@@ -91,7 +91,7 @@ def config_from_hf(
         sliding_windows=windows,
         # null does not stand for the default here: other libraries cannot compute with it, either.
         rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else family.default_rms_norm_eps),
-        hidden_act=_activation(config, family.activation_key),
+        hidden_act=_activation(config, family),
         rope=rope,
         layer_ropes=ropes,
         attention_scale=multipliers.attention,
@@ -157,11 +157,12 @@ def _text_config(config: Settings) -> Settings:
     return text.with_values({key: config.get(key) for key in _KEYS_OF_CHECKPOINT if config.get(key) is not None})
 
 
-def _activation(config: Settings, key: str) -> Activation:
+def _activation(config: Settings, family: Family) -> Activation | UngatedActivation:
+    key, known = family.activation_key, activations_of(family)
     name = config.text(key) or "silu"
-    if name not in ACTIVATIONS:
-        raise config.unsupported(f"{key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    if name not in known:
+        raise config.unsupported(f"{key} {name!r} is not supported; supported: {', '.join(known)}")
+    return known[name]
 
 
 def _rounded(number: float, dtype: str | None) -> float:

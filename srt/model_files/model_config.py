@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from ..errors import ModelNotSupported
 from .experts_config import ExpertsConfig
 from .families import FAMILIES, not_in_families
-from .family import QKNormKind
+from .family import Family, QKNormKind
 from .generation_defaults import GenerationDefaults
 from .layer_windows import SlidingWindows
 from .quantization_config import QuantizationConfig
@@ -22,10 +22,20 @@ from .rope_config import RopeConfig
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 """The activation of a gated feed-forward layer. gelu_tanh: GELU whose error function is approximated by tanh."""
+UngatedActivation: TypeAlias = Literal["squared_relu"]
+"""The activation of a feed-forward layer without a gate. squared_relu: the square of max(x, 0)."""
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 )
 """The activations by the names that config.json has."""
+UNGATED_ACTIVATIONS: Mapping[str, UngatedActivation] = MappingProxyType({"relu2": "squared_relu"})
+
+
+def activations_of(family: Family) -> Mapping[str, Activation | UngatedActivation]:
+    """The activations that a config of the family may name."""
+    return ACTIVATIONS if family.has_gates else UNGATED_ACTIVATIONS
+
+
 _SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "context_len",
@@ -53,7 +63,7 @@ class ModelConfig:
     sliding_windows: SlidingWindows = ()
     """An empty tuple is replaced by one None per layer."""
     rms_norm_eps: float = 1e-6
-    hidden_act: Activation = "silu"
+    hidden_act: Activation | UngatedActivation = "silu"
     rope: RopeConfig = field(default_factory=RopeConfig)
     layer_ropes: tuple[RopeConfig, ...] = ()
     """of each layer; empty: every layer has `rope`"""
@@ -157,6 +167,11 @@ class ModelConfig:
     def output_norm_factor(self) -> float:
         """What the norms of outputs are multiplied by in the divided residual stream."""
         return self.residual_scale / self.stream_divisor
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether feed-forward layers have gates."""
+        return self.hidden_act not in UNGATED_ACTIVATIONS.values()
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -7,17 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_ops import DTYPES, TOLERANCE, assert_close
+from cpu_ops import DTYPES, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.attention.registry import PAGE_OF_PANELS
-from tercet.model_executor.layers.activation import gated_activation
-from tercet.model_executor.layers.layernorm import HeadNorm, RowNorm
-from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
-from tercet.srt.model_files.rope_config import RopeConfig
+from tercet.model_executor.layers.activation import gated_activation, square_relu
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -114,6 +109,17 @@ def test_scale_rows(dtype, rows, n, seed):
     assert torch.equal(x, expected)
 
 
+@settings(max_examples=40)
+@given(dtype=st.sampled_from(DTYPES), rows=st.integers(0, 90), n=st.integers(1, 700), seed=st.integers(0, 2**31))
+def test_square_relu(dtype, rows, n, seed):
+    x = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x[:, 0] = torch.nan
+    expected = x.clone()
+    square_relu(expected)
+    ops.square_relu(x)
+    assert torch.equal(x.nan_to_num(7), expected.nan_to_num(7)), "the bits of torch"
+
+
 @settings(max_examples=60)
 @given(dtype=st.sampled_from(DTYPES), rows=st.integers(0, 90), n=st.integers(1, 700), seed=st.integers(0, 2**31))
 def test_add_rms_norm(dtype, rows, n, seed):
@@ -145,80 +151,6 @@ def test_add_gated(dtype, rows, n, gated, seed):
         assert_close(out, before.double() + expected, dtype)
         ops.add_gated(before[-1:], x[-1:].clone(), None if gates is None else gates[-1:])
         assert torch.equal(before[-1:], out[-1:]), "a row does not depend on the others"
-
-
-@settings(max_examples=60)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    tokens=st.integers(1, 40),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    head_dim=st.sampled_from([8, 64, 80, 96, 128]),
-    normed=st.sampled_from([None, "heads", "rows"]),
-    seed=st.integers(0, 2**31),
-)
-def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed):
-    generator = torch.Generator().manual_seed(seed)
-    heads, pool_size = kv_heads * group, 50
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
-    sizes = (heads, kv_heads) if normed == "rows" else (1, 1)
-    norms = [torch.randn(size * head_dim, generator=generator) if normed else None for size in sizes]
-    positions = torch.randint(0, 99, (tokens,), generator=generator)
-    slots = torch.randperm(pool_size, generator=generator)[:tokens]
-    rope = RopeConfig(theta=1e4)
-    rotary = layers().CpuRotary(rope, head_dim, 99, torch.device("cpu"))
-    rotary.cover(99)
-    expected = qkv.double()
-    qk, v = expected.split((heads + kv_heads, kv_heads), 1)
-    if normed == "rows":
-        qk = RowNorm(norms[0].double(), norms[1].double(), 1e-5)(qk)
-    elif normed:
-        qk = HeadNorm(norms[0].double(), norms[1].double(), heads, kv_heads, 1e-5)(qk)
-    qk = rotate(qk, RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions))
-
-    pools = [torch.full((pool_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-    ops.rotate_and_store(qkv.view(tokens, -1), positions, slots, rotary(positions).cos_sin, *norms, 1e-5, *pools)
-    # angles in float32: a hundred radians are off by 1e-5
-    assert ((qkv[:, :heads].double() - qk[:, :heads]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
-    assert ((pools[0][slots].double() - qk[:, heads:]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
-    assert torch.equal(pools[1][slots], v.to(dtype))
-    untouched = torch.ones(pool_size, dtype=torch.bool).index_fill_(0, slots, False)
-    assert (pools[0][untouched] == 7).all() and (pools[1][untouched] == 7).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [32, 64, 96])
-def test_rotate_and_store_in_panels(dtype, head_dim):
-    panel = cpu_extension.kv_panel(dtype, head_dim)
-    if panel is None:
-        pytest.skip("keys of this type are packed to be multiplied")
-    heads, kv_heads, context = 4, 2, 200
-    page = torch.randperm(9)[:, None] * PAGE_OF_PANELS + torch.arange(PAGE_OF_PANELS)
-    # a prompt of some pages, single tokens at even and at odd slots, a chunk that begins at an odd slot
-    slots = torch.cat((page[:3].flatten()[:75], page[4, 6:7], page[5, 7:8], page[6, :2], page[7, 3:22]))
-    qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * head_dim).to(dtype)
-    positions = torch.arange(len(slots))
-    rotary = layers().CpuRotary(RopeConfig(theta=1e4), head_dim, context, torch.device("cpu"))
-    rotary.cover(len(slots))
-    cos_sin = rotary(positions).cos_sin
-    plain, in_panels = (
-        MHATokenToKVPool(8 * PAGE_OF_PANELS, PAGE_OF_PANELS, 1, kv_heads, head_dim, dtype, "cpu", kind)
-        for kind in (None, panel)
-    )
-    for pool in (plain, in_panels):
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
-            buffer.fill_(math.nan)
-        written = pool.k_buffer[0], pool.v_buffer[0]
-        ops.rotate_and_store(qkv.clone(), positions, slots, cos_sin, None, None, 0.0, *written)
-    for ours, theirs in zip(in_panels.get_kv(0, slots), plain.get_kv(0, slots), strict=True):
-        assert torch.equal(ours, theirs)
-    others = torch.ones(9 * PAGE_OF_PANELS, dtype=torch.bool).index_fill_(0, slots, False).nonzero().flatten()
-    k, v = in_panels.get_kv(0, others)
-    assert k.isnan().all()
-    # what shares a word with the last value of a request is zero: attention multiplies it
-    per_word = 4 // dtype.itemsize
-    is_zero = torch.isin(others - 1, slots) & (others % per_word > 0)
-    assert (v[is_zero] == 0).all() and v[~is_zero].isnan().all()
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 49152])
@@ -331,36 +263,6 @@ def test_wrong_shapes_are_refused():
     groups = torch.zeros(0, 2, 1, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="must have columns, got 64 and 0"):
         ops.quantized_linear(x, groups, None, 0, 8)
-
-
-@pytest.mark.parametrize(
-    ("position", "slot", "error"),
-    [
-        (9, 0, r"positions must be in \[0, 9\), got 9"),
-        (-1, 0, "positions must be in .*, got -1"),
-        (0, 64, r"slots must be in \[0, 64\), got 64"),
-        (0, -1, "slots must be in .*, got -1"),
-    ],
-)
-def test_keys_are_stored_only_inside_the_pool(position, slot, error):
-    panel = 2 * cpu_extension.lanes()
-    plain, table = torch.zeros(64, 1, 32), torch.zeros(9, 32)
-    panels = plain.view(-1, 1, 32, panel, 1), plain.view(-1, 1, 32 // panel, panel, panel, 1)
-    for pools in (plain, plain), panels:
-
-        def store(position, slot, pools=pools):
-            positions, slots = torch.tensor([8, position]), torch.tensor([63, slot])
-            ops.rotate_and_store(torch.randn(2, 96), positions, slots, table, None, None, 0.0, *pools)
-
-        store(0, 0)
-        with pytest.raises(RuntimeError, match=error):
-            store(position, slot)
-
-
-def test_a_pool_without_heads_is_refused():
-    nothing, indices = torch.zeros(64, 1, 0), torch.tensor([0, 1])
-    with pytest.raises(RuntimeError, match="must have heads with components"):
-        ops.rotate_and_store(torch.zeros(2, 0), indices, indices, torch.zeros(9, 0), None, None, 0.0, nothing, nothing)
 
 
 def test_operations_take_no_rows():

@@ -1,4 +1,5 @@
-"""Models with other norms, factors or rotary embeddings: transformers' logits, and equal bits of steps, on a CPU."""
+"""Models with other norms, factors, activations or rotary embeddings, on a CPU: transformers' logits, and equal bits of
+steps."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ LIKE_GEMMA = replace(
     attention_scale=0.2, scores_soft_cap=0.5, logits_soft_cap=2.0,
 )  # fmt: skip
 LIKE_GRANITE = replace(CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.1, logits_divisor=6.0)
+LIKE_ARCEE = replace(CONFIG, hidden_act="squared_relu")
 LIKE_OLMO = replace(CONFIG, input_norms=False, output_norms=True, qk_norm="rows")
 MODELS = [
     "smollm3",
@@ -55,6 +57,8 @@ MODELS = [
     "exaone4",
     "exaone4_types",
     "exaone4_full",
+    "arcee",
+    "arcee_biases",
 ]
 
 
@@ -77,8 +81,8 @@ def test_soft_caps_of_logits_come_before_what_reads_them(backend: str, tmp_path:
 
 @pytest.mark.parametrize(
     "config",
-    [SEVERAL_ROPES, LIKE_GEMMA, LIKE_OLMO, LIKE_GRANITE],
-    ids=["ropes", "gemma", "olmo", "granite"],
+    [SEVERAL_ROPES, LIKE_GEMMA, LIKE_OLMO, LIKE_GRANITE, LIKE_ARCEE],
+    ids=["ropes", "gemma", "olmo", "granite", "arcee"],
 )
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
 def test_recorded_steps_have_the_bits_of_launched_ones(

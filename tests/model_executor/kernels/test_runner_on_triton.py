@@ -47,6 +47,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("seed_oss_out", False),
         ("exaone4", False),
         ("exaone4_types", True),
+        ("arcee", True),
+        ("arcee_biases", False),
         ("gemma2_scores", False),
         ("gemma2", True),
         ("gemma3_scaled", False),

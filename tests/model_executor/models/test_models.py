@@ -8,7 +8,8 @@ import runners
 import torch
 from mxfp4_models import save_mxfp4
 from runner_driver import RunnerDriver, relative_error
-from tiny_models import CONFIGS, make_model, reference_logits, save
+from tiny_configs import CONFIGS
+from tiny_models import make_model, reference_logits, save
 from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
 from tercet.srt.model_files.load_config import load_model_config

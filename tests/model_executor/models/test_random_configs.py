@@ -136,6 +136,7 @@ OF_FAMILY = {
         ),
         fixed(moe_intermediate_size=[16, 48], n_routed_experts=[8, 11]),
     ),
+    "arcee": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),
     "ernie4_5_moe": st.builds(
         dict.__or__,

@@ -110,10 +110,10 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
             x = layer.experts(normed, batch)
             assert close(sum(part.experts(normed, batch) for part in parts), x), "each rank has a part of each expert"
             continue
-        gated = layer.gate_up_proj(normed, batch)
-        by_rank = [part.gate_up_proj(normed, batch) for part in parts]
-        assert close(torch.cat(by_rank, 1), gated), "features are concatenated"
-        x = layer.down_proj(gated, batch)
+        inner = layer.inner_proj(normed, batch)
+        by_rank = [part.inner_proj(normed, batch) for part in parts]
+        assert close(torch.cat(by_rank, 1), inner), "features are concatenated"
+        x = layer.down_proj(inner, batch)
         assert close(sum(part.down_proj(own, batch) for part, own in zip(parts, by_rank, strict=True)), x)
     hidden = whole.model.norm(x, residual)
     logits = whole.model.head.of_hidden(hidden)
@@ -143,6 +143,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "glm_whole",
         "seed_oss_out",
         "ernie4_5",
+        "arcee_biases",
         "granitemoe",
         "granitemoeshared",
         "qwen2_moe_all",
@@ -173,6 +174,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "seed_oss",
         "ernie4_5_biases",
         "exaone4",
+        "arcee",
     ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:

@@ -12,7 +12,8 @@ from gguf_models import write_gguf
 from lora_adapters import merged, save_adapter
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
-from tiny_models import CONFIGS, make_model, reference_logits, save
+from tiny_configs import CONFIGS
+from tiny_models import make_model, reference_logits, save
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
@@ -28,7 +29,7 @@ KINDS = [
     "llama", "llama_biases", "qwen2_tied", "qwen3", "phi3", "phi3_partial", "smollm3", "gemma2", "gemma3",
     "gemma3_scaled", "gemma3_images", "gpt_oss", "qwen3_moe", "mixtral", "mistral_window", "olmo2", "olmo3", "granite",
     "glm", "glm4", "seed_oss", "ernie4_5", "exaone4", "olmoe", "granitemoe", "qwen2_moe",
-    "granitemoeshared", "glm4_moe", "ernie4_5_moe",
+    "granitemoeshared", "glm4_moe", "ernie4_5_moe", "arcee",
 ]  # fmt: skip
 
 

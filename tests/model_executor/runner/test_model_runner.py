@@ -9,7 +9,8 @@ import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
-from tiny_models import CONFIGS, make_model, save
+from tiny_configs import CONFIGS
+from tiny_models import make_model, save
 from toy_runner import TOY, make_toy_runner
 
 from tercet.model_executor import cpu_extension

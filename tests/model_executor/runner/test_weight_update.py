@@ -12,7 +12,8 @@ from mxfp4_models import mxfp4_config
 from runner_driver import short_logits
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import GEMMA, checkpoint, initialised, save
+from tiny_configs import GEMMA
+from tiny_models import checkpoint, initialised, save
 from transformers import Gemma3TextConfig
 
 from tercet.model_executor.device.memory import Memory

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import BASE, make_model, make_wide_experts
+from tiny_configs import BASE
+from tiny_models import make_model, make_wide_experts
 from transformers import LlamaConfig
 
 from tercet.model_executor import cpu_extension

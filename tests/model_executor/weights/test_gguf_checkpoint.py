@@ -62,6 +62,8 @@ CPU = torch.device("cpu")
         ("exaone4", "exaone4"),
         ("exaone4_types", "exaone4"),
         ("exaone4_full", "exaone4"),
+        ("arcee", "arcee"),
+        ("arcee_biases", "arcee"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):

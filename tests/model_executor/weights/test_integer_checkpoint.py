@@ -12,7 +12,8 @@ from integer_models import KINDS, Kind, packed, save_pair
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import BASE, initialised, make_model
+from tiny_configs import BASE
+from tiny_models import initialised, make_model
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from tercet.model_executor import cpu_extension

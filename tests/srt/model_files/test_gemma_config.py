@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from gguf_models import write_gguf
 from hf_configs import assert_equals_transformers, load
-from tiny_models import CONFIGS, make_model
+from tiny_configs import CONFIGS
+from tiny_models import make_model
 from transformers import Gemma3Config, Gemma3TextConfig
 
 from tercet.srt.errors import ModelNotSupported

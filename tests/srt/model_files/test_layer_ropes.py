@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import CONFIGS
+from tiny_configs import CONFIGS
 
 from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fp8_models import change_config
 from integer_models import KINDS
-from tiny_models import BASE
+from tiny_configs import BASE
 from transformers import LlamaConfig
 
 from tercet.srt.model_files.load_config import load_model_config
