@@ -45,6 +45,8 @@ def rotate(
     dtype: torch.dtype = BF16,
     norm: bool = False,
     norm_dtype: torch.dtype | None = None,
+    norm_after: bool = False,
+    scaled: bool = False,
 ) -> None:
     """`norm_dtype`: type of the norms' weights; None: `dtype`."""
     qkv = meta(TOKENS, heads + 2 * kv_heads, head_dim, dtype=dtype)
@@ -53,8 +55,8 @@ def rotate(
     pool = None if pool_dtype is None else meta(SLOTS, kv_heads, head_dim, dtype=pool_dtype)
     slots = None if pool is None else meta(TOKENS)
     rotary(
-        qkv, heads, kv_heads, angles, angles, q_weight=weight, k_weight=weight, eps=1e-6, k_buffer=pool, v_buffer=pool,
-        slots=slots,
+        qkv, heads, kv_heads, angles, angles, meta(TOKENS, dtype=F32) if scaled else None, q_weight=weight,
+        k_weight=weight, eps=1e-6, norm_after=norm_after, k_buffer=pool, v_buffer=pool, slots=slots,
     )  # fmt: skip
 
 
@@ -129,6 +131,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "rotary-16x8x128-norm": lambda: rotate(16, 8, 128, norm=True),
     "rotary-16x8x128-norm-store": lambda: rotate(16, 8, 128, BF16, norm=True),
     "rotary-16x8x128-norm-fp8": lambda: rotate(16, 8, 128, FP8, norm=True),
+    "rotary-32x8x128-norm-after-store": lambda: rotate(32, 8, 128, BF16, norm=True, norm_after=True),
+    "rotary-32x8x128-scaled-store": lambda: rotate(32, 8, 128, BF16, scaled=True),
     "rotary-9x3x64-fp16-store": lambda: rotate(9, 3, 64, F16, dtype=F16),
     "rotary-9x3x64-fp32-store": lambda: rotate(9, 3, 64, F32, dtype=F32),
     "rotary-16x8x256-fp32-norm-store": lambda: rotate(16, 8, 256, F32, dtype=F32, norm=True),

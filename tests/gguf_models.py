@@ -67,6 +67,7 @@ GPT_OSS = {
     "self_attn.sinks": "attn_sinks",
     "mlp.router": "ffn_gate_inp",
 }
+HUNYUAN = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
 SEED_OSS = {"post_attention_layernorm": "post_attention_norm"}
 OF_ARCH = {
     "gemma2": GEMMA,
@@ -77,8 +78,9 @@ OF_ARCH = {
     "glm4moe": SEED_OSS,
     "seed_oss": SEED_OSS,
     "gpt-oss": GPT_OSS,
+    "hunyuan-dense": HUNYUAN,
 }
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 GPT_OSS_EXPERTS = {
     "gate_up_proj": {"gate_proj.weight": _EVEN, "up_proj.weight": _ODD},
@@ -173,8 +175,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         names = {name: name.replace(".block_sparse_moe.router", ".mlp.gate") for name in tensors}
         tensors = {names[name].replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in tensors.items()}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    alpha = rope.get("alpha", 1.0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_freq_base(rope["rope_theta"] * alpha ** (head_dim / (head_dim - 2)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
@@ -232,6 +235,12 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope.get("mscale_all_dim", 0.0))
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "dynamic":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1.0)
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])

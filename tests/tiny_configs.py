@@ -17,7 +17,10 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -76,6 +79,8 @@ GEMMA2 = BASE | {
 GRANITE = BASE | LARGE_EPS | {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0,
 }  # fmt: skip
+MINISTRAL = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+"""Queries are scaled from position 16 on."""
 TINY_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -225,6 +230,30 @@ CONFIGS = {
     ),
     "arcee": lambda: ArceeConfig(**BASE, head_dim=24, rope_parameters=dict(YARN)),
     "arcee_biases": lambda: ArceeConfig(**BASE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "ministral3": lambda: Ministral3Config(**BASE, head_dim=24, rope_parameters=dict(MINISTRAL)),
+    "ministral3_window": lambda: Ministral3Config(
+        **BASE,
+        head_dim=16,
+        sliding_window=9,
+        tie_word_embeddings=True,
+        rope_parameters=MINISTRAL | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "ministral3_images": lambda: Mistral3Config(
+        text_config=BASE | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": MINISTRAL},
+        vision_config=TINY_VISION | {"model_type": "pixtral", "head_dim": 8},
+        eos_token_id=2,
+        image_token_index=130,
+        tie_word_embeddings=False,
+    ),
+    "hunyuan_v1_dense": lambda: HunYuanDenseV1Config(
+        **BASE,
+        head_dim=24,
+        attention_bias=True,
+        rope_parameters=SMALL_THETA | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    ),
+    "hunyuan_v1_dense_tied": lambda: HunYuanDenseV1Config(
+        **BASE, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN | {"attention_factor": 1.3}
+    ),
     "seed_oss": lambda: SeedOssConfig(**BASE, head_dim=24, mlp_bias=True, rope_parameters=SMALL_THETA),
     "seed_oss_out": lambda: SeedOssConfig(
         **BASE, head_dim=16, attention_bias=False, attention_out_bias=True, tie_word_embeddings=True

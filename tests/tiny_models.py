@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tiny_configs import BASE, CONFIGS
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Qwen3MoeConfig
 
 from tercet.srt.model_files.load_config import load_model_config
 
@@ -41,7 +41,8 @@ def make_odd_model():
 
 def initialised(config, seed):
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    kind = AutoModelForImageTextToText if config.model_type == "mistral3" else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for key, parameter in model.named_parameters():
         if key.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

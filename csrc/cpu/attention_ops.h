@@ -49,7 +49,9 @@ inline void rotate_and_store_op(
     const optional<Tensor>& k_norm,
     double eps,
     const Tensor& k_pool,
-    const Tensor& v_pool) {
+    const Tensor& v_pool,
+    const optional<Tensor>& q_scales,
+    bool norm_after) {
   const auto type = qkv.scalar_type();
   const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
@@ -61,13 +63,15 @@ inline void rotate_and_store_op(
   check(slots, "slots", at::kLong, {tokens});
   check(cos_sin, "cos_sin", at::kFloat, {num_positions, dim});
   TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "a norm of queries without one of keys, or the reverse");
+  TORCH_CHECK(!norm_after || (q_norm && !q_scales), "norm_after needs norms, and excludes q_scales");
+  if (q_scales) check(*q_scales, "q_scales", at::kFloat, {num_positions});
   const bool norms_rows = q_norm && q_norm->numel() != dim;
   if (q_norm) check(*q_norm, "q_norm", at::kFloat, {norms_rows ? heads * dim : dim});
   if (k_norm) check(*k_norm, "k_norm", at::kFloat, {norms_rows ? kv_heads * dim : dim});
   const auto call = [&]<typename T>(T, const auto&... panels) {
     const Heads<T> shape{
         heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<float>(q_norm), data_or_null<float>(k_norm),
-        norms_rows, eps};
+        norms_rows, norm_after, eps, data_or_null<float>(q_scales)};
     run_or_record(
         tokens,
         [=,

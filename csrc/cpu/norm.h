@@ -31,6 +31,14 @@ float inverse_rms_of(const T* x, int64_t n, double eps) {
   return inverse_rms(sum_of(squares.left + squares.right), n, eps);
 }
 
+/// x = norm(x) * weight, for the n numbers of x.
+template <typename T>
+void normalise(T* x, const float* weight, double eps, int64_t n) {
+  const Vec scale(inverse_rms_of(x, n, eps));
+  for (int64_t i = 0; i < n; i += kPanel)
+    store_pair(x + i, load_pair(x + i, n - i) * scale * load_pair(weight + i, n - i), n - i);
+}
+
 /// out = norm(x) * weight. With a residual: residual += x, out = norm(residual) * weight. All are [rows, n].
 template <typename T>
 void rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t rows, int64_t n, T* out) {

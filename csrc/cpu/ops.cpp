@@ -86,7 +86,8 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> ()", &add_rms_norm_op);
   m.def(
       "rotate_and_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, "
-      "Tensor? k_norm, float eps, Tensor(b!) k_pool, Tensor(c!) v_pool) -> ()",
+      "Tensor? k_norm, float eps, Tensor(b!) k_pool, Tensor(c!) v_pool, Tensor? q_scales=None, "
+      "bool norm_after=False) -> ()",
       &rotate_and_store_op);
   m.def(
       "attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor slot_table, Tensor rows, Tensor seq_lens, "

@@ -17,13 +17,17 @@ struct Heads {
   /// Whether a norm is that of all query heads, or all key heads, of a token (OLMo 2), and has a weight for each of
   /// their numbers. Otherwise it is that of each head (Qwen 3), and all heads have the same weights.
   bool norms_rows;
+  /// whether the norm comes after the rotation (Hunyuan)
+  bool norm_after;
   double eps;
+  /// [context]: what the queries of a position are multiplied by; nullptr: by nothing
+  const float* q_scales;
 
   /// Numbers of a token: its queries, keys and values.
   int64_t row_size() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
-/// Rotates one head in place: component i rotates with component i + dim / 2. Before, multiplies it by `scale` and
+/// Rotates one head in place: component i rotates with component i + dim / 2. Before, multiplies it by `scale`, and by
 /// `norm`, if `norm` is given.
 template <typename T>
 void rotate_head(T* x, const float* norm, Vec scale, const float* cos_sin, int64_t dim) {
@@ -32,7 +36,7 @@ void rotate_head(T* x, const float* norm, Vec scale, const float* cos_sin, int64
     const int64_t count = half - i;
     const auto load = [&](int64_t at) {
       const FloatPair value = load_pair(x + at, count);
-      return norm ? value * scale * load_pair(norm + at, count) : value;
+      return norm ? value * scale * load_pair(norm + at, count) : value * scale;
     };
     const FloatPair cos = load_pair(cos_sin + i, count), sin = load_pair(cos_sin + half + i, count);
     const FloatPair first = load(i), second = load(half + i);
@@ -41,22 +45,26 @@ void rotate_head(T* x, const float* norm, Vec scale, const float* cos_sin, int64
   }
 }
 
-/// Normalises the queries or the keys of a token in place, if `norm` is given, and rotates them.
+/// Rotates the queries or the keys of a token in place. Normalises them before or after, if `norm` is given. Multiplies
+/// them by `factor`, which a norm after the rotation would cancel.
 template <typename T>
-void rotate_heads(T* x, int64_t heads, const float* norm, const float* cos_sin, const Heads<T>& h) {
+void rotate_heads(T* x, int64_t heads, const float* norm, float factor, const float* cos_sin, const Heads<T>& h) {
   const int64_t size = heads * h.head_dim, size_of_norm = h.norms_rows ? size : h.head_dim;
+  const float* norm_before = h.norm_after ? nullptr : norm;
   for (T* end = x + size; x < end; x += size_of_norm) {
-    const Vec scale(norm ? inverse_rms_of(x, size_of_norm, h.eps) : 1.f);
+    const Vec scale(norm_before ? inverse_rms_of(x, size_of_norm, h.eps) * factor : factor);
     for (int64_t i = 0; i < size_of_norm; i += h.head_dim)
-      rotate_head(x + i, norm ? norm + i : nullptr, scale, cos_sin, h.head_dim);
+      rotate_head(x + i, norm_before ? norm_before + i : nullptr, scale, cos_sin, h.head_dim);
+    if (h.norm_after) normalise(x, norm, h.eps, size_of_norm);
   }
 }
 
 /// Rotates the queries and keys of a row of qkv in place.
 template <typename T>
-void rotate_row(T* row, const float* cos_sin, const Heads<T>& h) {
-  rotate_heads(row, h.heads, h.q_norm, cos_sin, h);
-  rotate_heads(row + h.heads * h.head_dim, h.kv_heads, h.k_norm, cos_sin, h);
+void rotate_row(T* row, int64_t position, const Heads<T>& h) {
+  const float* cos_sin = h.cos_sin + position * h.head_dim;
+  rotate_heads(row, h.heads, h.q_norm, h.q_scales ? h.q_scales[position] : 1.f, cos_sin, h);
+  rotate_heads(row + h.heads * h.head_dim, h.kv_heads, h.k_norm, 1.f, cos_sin, h);
 }
 
 /// Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls
@@ -77,7 +85,7 @@ void rotate_and_store(
       for (int64_t token = run; token < next; ++token) {
         T* row = qkv + token * row_size;
         if (token + 1 < end) prefetch_to_write(row + row_size, row_size);
-        rotate_row(row, h.cos_sin + positions[token] * h.head_dim, h);
+        rotate_row(row, positions[token], h);
       }
       store(qkv + run * row_size + h.heads * h.head_dim, slots[run], next - run);
     }

@@ -49,6 +49,25 @@ def load_heads(token_ptr, head, live, stride_h, HEAD_DIM: tl.constexpr, BLOCK_HA
 
 
 @triton.jit
+def norm_heads(
+    x, y, q_weight_ptr, k_weight_ptr, head, eps, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Normalise heads of `load_heads`. Returns x and y."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, x.shape[1])
+    inside = i < HALF
+    is_q = head < NUM_HEADS
+    scale = head_scale(x, y, eps, HEAD_DIM)
+    q_lower = tl.load(q_weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    q_upper = tl.load(q_weight_ptr + i + HALF, mask=inside, other=0.0).to(tl.float32)
+    k_lower = tl.load(k_weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    k_upper = tl.load(k_weight_ptr + i + HALF, mask=inside, other=0.0).to(tl.float32)
+    x = x * scale * tl.where(is_q[:, None], q_lower[None, :], k_lower[None, :])
+    y = y * scale * tl.where(is_q[:, None], q_upper[None, :], k_upper[None, :])
+    return x, y
+
+
+@triton.jit
 def turn_heads(
     x, y, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, head, eps, NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -60,18 +79,11 @@ def turn_heads(
     HALF: tl.constexpr = HEAD_DIM // 2
     i = tl.arange(0, x.shape[1])
     inside = i < HALF
-    is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
     plain_x = x
     plain_y = y
     if HAS_NORM:
-        scale = head_scale(x, y, eps, HEAD_DIM)
-        q_lower = tl.load(q_weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
-        q_upper = tl.load(q_weight_ptr + i + HALF, mask=inside, other=0.0).to(tl.float32)
-        k_lower = tl.load(k_weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
-        k_upper = tl.load(k_weight_ptr + i + HALF, mask=inside, other=0.0).to(tl.float32)
-        x = x * scale * tl.where(is_q[:, None], q_lower[None, :], k_lower[None, :])
-        y = y * scale * tl.where(is_q[:, None], q_upper[None, :], k_upper[None, :])
+        x, y = norm_heads(x, y, q_weight_ptr, k_weight_ptr, head, eps, NUM_HEADS, HEAD_DIM)
     cos = tl.load(cos_ptr + i, mask=inside, other=1.0)[None, :]
     sin = tl.load(sin_ptr + i, mask=inside, other=0.0)[None, :]
     turned_x = tl.where(is_v[:, None], plain_x, turn(x, y, cos, -sin))
@@ -173,6 +185,7 @@ def _rotary_kernel(
     k_pool_ptr,
     v_pool_ptr,
     slots_ptr,
+    q_scales_ptr,
     stride_t,
     stride_h,
     stride_angle,
@@ -184,6 +197,8 @@ def _rotary_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NORM_AFTER: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     STORE: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -199,6 +214,15 @@ def _rotary_kernel(
         x, y, cos_ptr + token * stride_angle, sin_ptr + token * stride_angle, q_weight_ptr, k_weight_ptr, head, eps,
         NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HAS_NORM,
     )  # fmt: skip
+    if NORM_AFTER:
+        is_v = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        normed_x, normed_y = norm_heads(x, y, q_weight_ptr, k_weight_ptr, head, eps, NUM_HEADS, HEAD_DIM)
+        x = tl.where(is_v, x, normed_x)
+        y = tl.where(is_v, y, normed_y)
+    if HAS_SCALES:
+        factor = tl.where(head < NUM_HEADS, tl.load(q_scales_ptr + token), 1.0)[:, None]
+        x *= factor
+        y *= factor
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     in_place = mask & (head < NUM_HEADS)[:, None] if STORE else mask
     target = token_ptr + head[:, None] * stride_h + tl.arange(0, BLOCK_HALF)[None, :]
@@ -230,10 +254,12 @@ def rotary(
     num_kv_heads: int,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    q_scales: torch.Tensor | None = None,
     *,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
     k_buffer: torch.Tensor | None = None,
     v_buffer: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
@@ -245,7 +271,9 @@ def rotary(
     qkv: [T, num_heads + 2 * num_kv_heads, head_dim], last dimension contiguous; without a pool the value heads may be
     missing. cos, sin: float32 [T, head_dim / 2], last dimension contiguous, equal strides. Component i rotates with
     i + head_dim / 2.
-    q_weight, k_weight: [head_dim], both or none. If given, RMSNorm with eps normalises each head first.
+    q_scales: float32 [T], contiguous, what the queries of a token are multiplied by; None: by nothing.
+    q_weight, k_weight: [head_dim], both or none. If given, RMSNorm with eps normalises each head first, or last,
+    before queries are scaled, with `norm_after`.
     k_buffer, v_buffer, slots: as in `store_kv`; all or none. If given, K and V are stored there, and K in qkv does not
     change.
     """
@@ -254,7 +282,9 @@ def rotary(
     assert qkv.stride(2) == 1 and num_qkv_heads >= num_heads + (2 if store else 1) * num_kv_heads
     assert cos.shape == sin.shape == (num_tokens, head_dim // 2) and cos.stride() == sin.stride() and head_dim % 2 == 0
     assert cos.stride(1) == 1 and cos.dtype == sin.dtype == torch.float32
-    assert (q_weight is None) == (k_weight is None)
+    assert (q_weight is None) == (k_weight is None) and not (norm_after and q_weight is None)
+    assert q_scales is None or (q_scales.shape == (num_tokens,) and q_scales.is_contiguous())
+    assert q_scales is None or q_scales.dtype == torch.float32
     assert (k_buffer is None) == (v_buffer is None) == (slots is None)
     fp8 = False
     if store:
@@ -276,6 +306,7 @@ def rotary(
         qkv if k_buffer is None else as_kernel_operand(k_buffer),
         qkv if v_buffer is None else as_kernel_operand(v_buffer),
         cos if slots is None else slots,
+        cos if q_scales is None else q_scales,
         qkv.stride(0),
         qkv.stride(1),
         cos.stride(0),
@@ -286,7 +317,9 @@ def rotary(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        HAS_NORM=q_weight is not None,
+        HAS_NORM=q_weight is not None and not norm_after,
+        NORM_AFTER=norm_after,
+        HAS_SCALES=q_scales is not None,
         STORE=store,
         FP8=fp8,
         BLOCK_H=_HEADS_PER_PROGRAM,
@@ -301,10 +334,12 @@ def rotary_ref(
     num_kv_heads: int,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    q_scales: torch.Tensor | None = None,
     *,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
     k_buffer: torch.Tensor | None = None,
     v_buffer: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
@@ -313,12 +348,21 @@ def rotary_ref(
 ) -> None:
     """`rotary` in plain torch."""
     qk = qkv[:, : num_heads + num_kv_heads].to(torch.promote_types(qkv.dtype, torch.float32), copy=True)
-    if q_weight is not None and k_weight is not None:
+
+    def normed(qk: torch.Tensor) -> torch.Tensor:
+        if q_weight is None or k_weight is None:
+            return qk
         weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)]).to(qk.dtype)
-        qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps) * weight
-    x, y = qk.chunk(2, -1)
+        return qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps) * weight
+
+    x, y = (qk if norm_after else normed(qk)).chunk(2, -1)
     c, s = cos[:, None].to(qk.dtype), sin[:, None].to(qk.dtype)
-    qk = torch.cat((x * c - y * s, y * c + x * s), -1).to(qkv.dtype)
+    qk = torch.cat((x * c - y * s, y * c + x * s), -1)
+    if norm_after:
+        qk = normed(qk)
+    if q_scales is not None:
+        qk[:, :num_heads] *= q_scales[:, None, None]
+    qk = qk.to(qkv.dtype)
     qkv[:, :num_heads] = qk[:, :num_heads]
     if slots is None:
         qkv[:, num_heads : num_heads + num_kv_heads] = qk[:, num_heads:]

@@ -24,7 +24,7 @@ from .layernorm import RMSNorm
 from .lora_layers import LoraTables
 from .output_head import GreedyHead, GreedyLayer, OutputHead, PlainHead
 from .packing import Weight, interleave, pack, pack_bias, pack_gated
-from .rotary import Rotaries, RotationTable
+from .rotary import Rotaries, RotationTable, query_scales
 
 _ops = torch.ops.tercet_cpu
 
@@ -187,10 +187,12 @@ def embedding_of(weight: Weight, dtype: torch.dtype) -> Layer:
 
 
 class Rotation(NamedTuple):
-    """The rotation of a step: the table of cosines and sines, and the position of each token."""
+    """The rotation of a step: the table of cosines and sines, the position of each token, and the table of the factors
+    of queries, float32 [context_len], if they have some."""
 
     cos_sin: torch.Tensor
     positions: torch.Tensor
+    q_scales: torch.Tensor | None = None
 
 
 class CpuRotary:
@@ -207,6 +209,7 @@ class CpuRotary:
                 f"no memory for the angles of --context-length {context_len} positions ({error.strerror}); lower it"
             ) from None
         self._rotations = RotationTable(rope, torch.from_numpy(memory).view(torch.float32).view(context_len, head_dim))
+        self._q_scales = query_scales(rope.query_scale, torch.arange(context_len))
 
     def cover(self, num_positions: int) -> None:
         """Fill the table for sequences of up to `num_positions` tokens. Called before each step."""
@@ -214,7 +217,7 @@ class CpuRotary:
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """positions: int64 [T], below the last `cover` when the step runs."""
-        return Rotation(self._rotations.table, positions)
+        return Rotation(self._rotations.table, positions, self._q_scales)
 
 
 class CpuAttention:
@@ -227,13 +230,17 @@ class CpuAttention:
         self.layer_id = layer_id
         self.backend = backend
         self._norm: tuple[torch.Tensor | None, torch.Tensor | None, float] = None, None, 0.0
+        self._norm_after = qk_norm is not None and qk_norm.norm_after
         if qk_norm is not None:
             self._norm = qk_norm.q_weight.float(), qk_norm.k_weight.float(), qk_norm.eps
         self._k, self._v = backend.kv_pool.k_buffer[layer_id], backend.kv_pool.v_buffer[layer_id]
 
     def __call__(self, qkv: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
-        cos_sin, positions = rotation
-        _ops.rotate_and_store(qkv, positions, batch.out_cache_loc, cos_sin, *self._norm, self._k, self._v)
+        cos_sin, positions, q_scales = rotation
+        pools = self._k, self._v
+        _ops.rotate_and_store(
+            qkv, positions, batch.out_cache_loc, cos_sin, *self._norm, *pools, q_scales, self._norm_after
+        )
         q = qkv.view(qkv.shape[0], -1, self.backend.head_dim)[:, : self.backend.num_heads]
         return self.backend.attend(q, self.layer_id, batch, self.sinks)
 

@@ -13,6 +13,7 @@ from ...srt.model_files.rope_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    QueryScale,
     RopeConfig,
     YarnScaling,
 )
@@ -30,6 +31,8 @@ class CosSin(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    q_scales: torch.Tensor | None = None
+    """[T], what the queries of a token are multiplied by; None: by nothing"""
 
 
 class OneRotary(Protocol):
@@ -60,6 +63,7 @@ class RotaryEmbedding:
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         self.frequencies, self.factors = (x.to(device) for x in rope_frequencies(rope, head_dim))
         """float32 [head_dim / 2]: radians per position, and what cos and sin are multiplied by"""
+        self._query_scale = rope.query_scale
 
     def cover(self, num_positions: int) -> None:
         """Does nothing: there is no table."""
@@ -68,7 +72,8 @@ class RotaryEmbedding:
         """positions: int64 [T]"""
         angles = positions[:, None, None].float() * self.frequencies
         cos, sin = angles.cos() * self.factors, angles.sin() * self.factors
-        return CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        q_scales = query_scales(self._query_scale, positions)
+        return CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), q_scales)
 
 
 class RotationTable:
@@ -101,6 +106,13 @@ def rotate(x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
     """Rotate x: [T, heads, head_dim] in float32. Returns x's dtype."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * cos_sin.cos, swapped.to(torch.float32), cos_sin.sin).to(x.dtype)
+
+
+def query_scales(scale: QueryScale | None, positions: torch.Tensor) -> torch.Tensor | None:
+    """What the queries of positions are multiplied by: int64 [T] -> float32 [T], or None if they are not scaled."""
+    if scale is None:
+        return None
+    return (positions // scale.period).float().log1p_().mul_(scale.beta).add_(1)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .linear import GatedLinear
 from .lora_layers import LoraGatedLinear, LoraTables
-from .rotary import CosSin, RotationTable
+from .rotary import CosSin, RotationTable, query_scales
 
 
 class TritonRMSNorm(RMSNorm):
@@ -53,19 +53,21 @@ class RotaryTable:
             RotationTable(rope, table[:, index]).cover(context_len)
         self.table = table.view(context_len, 2 * len(ropes), head_dim // 2)
         """float32, for each rotary embedding the cosines of each position, then its sines"""
+        positions = torch.arange(context_len, device=device)
+        self._q_scales = [query_scales(rope.query_scale, positions) for rope in ropes]
 
     def cover(self, num_positions: int) -> None:
         """Does nothing: the table covers all positions."""
 
     def __call__(self, positions: torch.Tensor) -> list[CosSin]:
         """Look up cosines and sines: positions int64 [T] -> [T, head_dim / 2] each."""
-        return _rotations(self.table.index_select(0, positions))
+        return self.rotations(self.table.index_select(0, positions), positions)
 
-
-def _rotations(angles: torch.Tensor) -> list[CosSin]:
-    """Rows of the table, [T, 2 * rotary embeddings, head_dim / 2], as the rotation of each rotary embedding."""
-    columns = angles.unbind(1)
-    return [CosSin(*pair) for pair in zip(columns[::2], columns[1::2], strict=True)]
+    def rotations(self, angles: torch.Tensor, positions: torch.Tensor) -> list[CosSin]:
+        """The rotations of positions. `angles`: their rows of the table."""
+        columns = angles.unbind(1)
+        scales = [None if table is None else table.index_select(0, positions) for table in self._q_scales]
+        return [CosSin(*each) for each in zip(columns[::2], columns[1::2], scales, strict=True)]
 
 
 class TritonStart:
@@ -74,6 +76,7 @@ class TritonStart:
     def __init__(self, embedding: Embedding, rotary: RotaryTable, scale: float) -> None:
         """`scale`: what the vectors of the embedding are multiplied by."""
         self._tables = embedding.weight, rotary.table
+        self._rotary = rotary
         self._scale = scale
 
     def __call__(
@@ -87,7 +90,7 @@ class TritonStart:
         ids, positions, x, angles = decode_start(
             rows, seq_lens, slots, newest_tokens, req_to_token, *self._tables, self._scale
         )
-        return DecodeStart(ids, positions, x, _rotations(angles))
+        return DecodeStart(ids, positions, x, self._rotary.rotations(angles, positions))
 
 
 class TritonAttention:
@@ -105,12 +108,12 @@ class TritonAttention:
         self.num_heads, self.num_kv_heads, self.head_dim = backend.num_heads, backend.num_kv_heads, backend.head_dim
         of_rows = qk_norm is not None and qk_norm.is_of_rows(self.head_dim)
         self._row_norm = qk_norm if of_rows else None
-        self._norm = {} if qk_norm is None or of_rows else qk_norm._asdict()
+        self._norm: dict[str, Any] = {} if qk_norm is None or of_rows else qk_norm._asdict()
 
     def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """The heads of the projection, after a norm of all of them together: [T, heads + 2 * kv_heads, head_dim]."""
         if self._row_norm is not None:
-            qk_rmsnorm(qkv, *self._row_norm)
+            qk_rmsnorm(qkv, self._row_norm.q_weight, self._row_norm.k_weight, self._row_norm.eps)
         return qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
     def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:

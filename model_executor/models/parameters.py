@@ -222,8 +222,8 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     has_sinks = family.attention_sinks
     if config.qk_norm is not None:
         sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
-        for name, size in zip(("q_norm", "k_norm"), sizes, strict=True):
-            norms[name] = norm._replace(name=f"self_attn.{name}", shape=(size,), head_order=q.head_order)
+        for name, stored, size in zip(("q_norm", "k_norm"), family.qk_norm_names, sizes, strict=True):
+            norms[name] = norm._replace(name=f"self_attn.{stored}", shape=(size,), head_order=q.head_order)
 
     def layer(index: int) -> Iterator[Parameter]:
         source = f"model.layers.{index}."

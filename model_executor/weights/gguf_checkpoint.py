@@ -12,8 +12,8 @@ import torch
 
 from ...srt.model_files.gguf_file import GGUFTensor
 from ...srt.model_files.gguf_model import GGUFModel
+from ...srt.model_files.gguf_rope import GGUF_DIVISORS
 from ...srt.model_files.model_config import ModelConfig
-from ...srt.model_files.rope_config import GGUF_DIVISORS
 from ..layers.quantized_weight import QuantizedWeight
 from ..models.parameters import Region
 from . import ggml_types
@@ -63,6 +63,10 @@ _NAMES_OF_ARCHITECTURE = {
     },
     "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "hunyuan-dense": {
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+    },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",
@@ -75,7 +79,7 @@ _WITHOUT_ENDING = (("attn_sinks", "weight"), ("exp_probs_b", "bias"))
 """Tensors whose Hugging Face names do not end in `weight` or `bias`."""
 _SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 # In llama.cpp these architectures rotate neighbouring components together, and reorder rows for that.
-_PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite", "granitemoe", "arcee")
+_PERMUTED_ARCHITECTURES = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
 
 
 _CPU = torch.device("cpu")

@@ -166,6 +166,24 @@ _ERNIE = Family(
     defaults={"num_key_value_heads": 2, "head_dim": 128, "bos_token_id": 1, "eos_token_id": 2},
 )
 
+_MINISTRAL3 = Family(
+    "ministral3",
+    "decoder",
+    window_if_given,
+    default_rms_norm_eps=1e-5,
+    has_query_scale=True,
+    default_rope={
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "bos_token_id": 1, "eos_token_id": 2},
+)
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -222,6 +240,10 @@ FAMILIES: dict[str, Family] = {
         qk_norm="heads",
         defaults={"num_key_value_heads": 4},
         experts=qwen_experts,
+    ),
+    "Ministral3ForCausalLM": _MINISTRAL3,
+    "Mistral3ForConditionalGeneration": dataclasses.replace(
+        _MINISTRAL3, model_type="mistral3", has_text_config=True, text_model_type="ministral3"
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
@@ -305,6 +327,19 @@ FAMILIES: dict[str, Family] = {
         has_gates=False,
         default_rms_norm_eps=1e-5,
         defaults={"hidden_act": "relu2", "bos_token_id": 128_000, "eos_token_id": 128_001},
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        "hunyuan_v1_dense",
+        "decoder",
+        no_window,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="rotated_heads",
+        qk_norm_key="use_qk_norm",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+        has_rope_alpha=True,
+        default_rms_norm_eps=1e-5,
+        defaults={"use_qk_norm": True, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "SeedOssForCausalLM": Family(
         "seed_oss",

@@ -10,8 +10,9 @@ from .experts_config import QWEN_NAMES, ClampedGate, ExpertNames, ReadExperts
 from .layer_windows import SlidingWindows
 from .settings import Settings
 
-QKNormKind: TypeAlias = Literal["heads", "rows"]
-"""What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads."""
+QKNormKind: TypeAlias = Literal["heads", "rows", "rotated_heads"]
+"""What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads.
+rotated_heads: each head, after its rotation. The other norms come before it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Family:
     """`ModelConfig.qk_norm`"""
     qk_norm_key: str | None = None
     """the key of config.json that says whether the model has these norms; None: it always has"""
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """their names in a checkpoint"""
     default_head_dim: int | None = None
     """None: hidden_size / num_heads"""
     default_rms_norm_eps: float = 1e-6
@@ -58,6 +61,8 @@ class Family:
     """the values of keys that config.json may lack; null does not stand for them"""
     has_text_config: bool = False
     """whether the settings of the language model are in `text_config`, beside those of other parts"""
+    text_model_type: str | None = None
+    """the `model_type` that `text_config` must have; None: it is not read"""
     activation_key: str = "hidden_act"
     has_gates: bool = True
     """whether feed-forward layers multiply the activation by the outputs of a second projection"""
@@ -67,6 +72,10 @@ class Family:
     """whether layers with a window have a rotary embedding of their own"""
     local_rope_theta: float | None = None
     """the base of that embedding in a config that has none; None: that of the other layers"""
+    has_rope_alpha: bool = False
+    """whether a config may have rope settings of the type dynamic with a fixed `alpha`"""
+    has_query_scale: bool = False
+    """whether queries are multiplied by a `QueryScale`; GGUF files may have none"""
     scales_embeddings: bool = False
     """whether embeddings are multiplied by the square root of hidden_size"""
     has_multipliers: bool = False

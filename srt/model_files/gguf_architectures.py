@@ -28,6 +28,8 @@ GGUF_ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "arcee": "ArceeForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "llama": "MixtralForCausalLM",

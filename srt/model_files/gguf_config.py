@@ -22,16 +22,10 @@ from .gguf_architectures import (
 )
 from .gguf_file import GGUFTensor
 from .gguf_model import GGUFModel
+from .gguf_rope import GGUF_DIVISORS, QUERY_SCALE_KEYS, GGUFDivisors, rope_from_gguf
 from .layer_windows import SlidingWindows, local_windows
 from .model_config import MAX_LAYERS, ModelConfig, activations_of
-from .rope_config import (
-    GGUF_DIVISORS,
-    GGUFDivisors,
-    RopeConfig,
-    layer_ropes,
-    rope_from_gguf,
-    ropes_of_windows,
-)
+from .rope_config import RopeConfig, layer_ropes, ropes_of_windows
 from .settings import Settings, quote
 
 # The `{architecture}.*` keys that a GGUF file may have. Others are refused, because nearly all change the computation.
@@ -147,6 +141,7 @@ def _own_settings(file: GGUFModel, metadata: Settings, arch: str) -> Settings:
     prefix, family = f"{arch}.", FAMILIES[GGUF_ARCHITECTURES[arch]]
     keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
     keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
+    keys += QUERY_SCALE_KEYS if family.has_query_scale else ()
     keys += () if family.gguf_shared_gate is None else (SHARED_LENGTH_KEY,)
     keys += family.gguf_expert_keys + ((_GGUF_EXTRA_LAYERS,) if family.has_extra_layers else ())
     for key in file.metadata:

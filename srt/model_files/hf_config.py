@@ -36,12 +36,12 @@ def config_from_hf(
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     if family.has_text_config:
-        config = _text_config(config)
+        config = _text_config(config, family)
     config = config.with_defaults(family.defaults)
     quantization = read_quantization_config(config, older_quantization, stacked_experts=family.stacked_experts)
     if quantization is not None and family.expert_names.has_rows_of_all:
         raise config.unsupported(f"quantization_config is not supported for {architecture}")
-    for key in ("rope_interleaved", "use_mrope"):
+    for key in ("rope_interleaved", "use_mrope", "use_cla"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
@@ -146,7 +146,7 @@ def _has_bias(config: Settings, of_family: bool | str) -> bool:
     return config.flag(of_family) if isinstance(of_family, str) else of_family
 
 
-def _text_config(config: Settings) -> Settings:
+def _text_config(config: Settings, family: Family) -> Settings:
     """The config of the language model of a model that also takes images.
 
     Keys that concern the whole checkpoint are at the top level of the file.
@@ -154,6 +154,9 @@ def _text_config(config: Settings) -> Settings:
     text = config.nested("text_config")
     if text is None:
         raise config.unsupported("it has no text_config")
+    known, given = family.text_model_type, text.text("model_type")
+    if known is not None and given != known:
+        raise text.unsupported_value("model_type", known, given)
     return text.with_values({key: config.get(key) for key in _KEYS_OF_CHECKPOINT if config.get(key) is not None})
 
 

@@ -14,7 +14,7 @@ from .settings import Settings, quote
 
 MAX_POSITIONS = 2**31 - 1
 """Most positions of a context, because positions are sent to the device as int32."""
-_DEFAULT_THETA = 10000.0
+DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,13 @@ class LongRopeScaling:
 RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | FrequencyDivisors | LongRopeScaling
 
 
+class QueryScale(NamedTuple):
+    """What the query of a position is multiplied by: 1 + beta * log(1 + floor(position / period))."""
+
+    beta: float
+    period: int
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """The base `theta` of rotary embedding, and the scaling of its frequencies, if any."""
@@ -83,6 +90,7 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     rotary_dim: int | None = None
     """Number of the first components of a head that are rotated; None: all. With 0, no position is encoded."""
+    query_scale: QueryScale | None = None
 
     def for_context(self, context_len: int) -> RopeConfig:
         """The config for requests of at most `context_len` tokens. It has no LongRopeScaling."""
@@ -167,18 +175,41 @@ def _rope_of(params: Settings, config: Settings, family: Family, context_len: in
     theta_of = params if params.get("rope_theta") is not None else config
     theta = theta_of.number("rope_theta", family.default_rope_theta, above=1)
     rotary_dim = _rotary_dim(params, config, head_dim, family.partial_rotary)
-    if rope_type not in _FROM_HF:
+    is_stretched = family.has_rope_alpha and rope_type == "dynamic"
+    if is_stretched:
+        theta *= _stretch(params, head_dim)
+    elif rope_type not in _FROM_HF:
         raise ValueError(f"{config.source}: rope type {rope_type!r} is not supported; supported: {', '.join(_FROM_HF)}")
     # As in transformers, the key at the top level of the file takes precedence.
     original = params.integer("original_max_position_embeddings", context_len)
     original = config.integer("original_max_position_embeddings", family.default_original_context_len or original)
-    scaling = _FROM_HF[rope_type](params, _Sizes(context_len, original, rotary_dim))
+    scaling = None if is_stretched else _FROM_HF[rope_type](params, _Sizes(context_len, original, rotary_dim))
+    query_scale = _query_scale(params, context_len) if family.has_query_scale else None
     if unknown := params.unused():
         raise ValueError(
             f"{config.source}: rope type {rope_type!r} has settings that are not supported: "
             + ", ".join(f"{key}={quote(value)}" for key, value in unknown.items())
         )
-    return RopeConfig(theta, scaling, None if rotary_dim == head_dim else rotary_dim)
+    return RopeConfig(theta, scaling, None if rotary_dim == head_dim else rotary_dim, query_scale)
+
+
+def _stretch(params: Settings, head_dim: int) -> float:
+    """What `alpha` multiplies the base by. Published configs have keys of YaRN beside it, which are not read."""
+    for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        params.optional_number(key)
+    if (factor := params.number("factor", 1.0)) != 1:
+        raise params.refusal("factor", "1 beside alpha", factor)
+    if (alpha := params.number("alpha")) > MAX_POSITIONS:
+        raise params.refusal("alpha", f"at most {MAX_POSITIONS}", alpha)
+    if head_dim <= 2:
+        raise params.unsupported(f"alpha needs heads of more than 2 components, got {head_dim}")
+    return alpha ** (head_dim / (head_dim - 2))
+
+
+def _query_scale(params: Settings, context_len: int) -> QueryScale:
+    if (given := params.integer("max_position_embeddings", context_len)) != context_len:
+        raise params.refusal("max_position_embeddings", f"{context_len}, as at the top level of the file", given)
+    return QueryScale(params.number("llama_4_scaling_beta"), params.integer("original_max_position_embeddings"))
 
 
 def _rotary_dim(params: Settings, config: Settings, head_dim: int, partial: bool) -> int:
@@ -199,73 +230,6 @@ def _rotary_dim(params: Settings, config: Settings, head_dim: int, partial: bool
             factor,
         )
     return rotary_dim
-
-
-GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""The names of the tensors whose values GGUFDivisors has, in its order."""
-
-
-class GGUFDivisors(NamedTuple):
-    """The values of a GGUF file's tensors for rotary embedding. Those that the file does not have are None."""
-
-    all: tuple[float, ...] | None
-    """for every context"""
-    short: tuple[float, ...] | None
-    """for contexts of up to the original length"""
-    long: tuple[float, ...] | None
-    """for longer contexts"""
-
-
-def rope_from_gguf(config: Settings, family: Family, tensors: GGUFDivisors, context_len: int) -> RopeConfig:
-    """Read the config from the keys `rope.*` of a GGUF file, and from its tensors."""
-    theta, divisors = config.number("rope.freq_base", _DEFAULT_THETA, above=1), tensors.all
-    attention_factor = config.number("rope.scaling.attn_factor", 1.0)
-    if tensors.short is not None and tensors.long is not None:
-        if (kind := config.text("rope.scaling.type")) not in (None, "longrope"):
-            raise config.refusal("rope.scaling.type", "longrope with tensors rope_factors", kind)
-        if (given := config.get("rope.scaling.yarn_attn_factor")) is not None:
-            raise config.refusal("rope.scaling.yarn_attn_factor", "absent with tensors rope_factors", given)
-        original = config.integer("rope.scaling.original_context_length", context_len)
-        return RopeConfig(theta, LongRopeScaling(tensors.short, tensors.long, original, attention_factor))
-    if tensors.short is not None or tensors.long is not None:
-        raise ValueError(f"{config.source}: one of the tensors rope_factors_short and rope_factors_long is missing")
-    # As in llama.cpp, a file without a type scales linearly. Files from before `rope.scaling.factor` have only the
-    # linear scale.
-    kind = config.text("rope.scaling.type") or "linear"
-    factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
-    if kind not in ("none", "linear", "yarn"):
-        raise config.refusal("rope.scaling.type", "none, linear or yarn", kind)
-    _check_attention_factors(config, _yarn_attention_factor(factor) if kind == "yarn" else 1.0)
-    if kind == "none" or (kind == "linear" and factor == 1):
-        return RopeConfig(theta, None if divisors is None else FrequencyDivisors(divisors))
-    if divisors is not None:
-        raise ValueError(
-            f"{config.source}: rope.scaling.type {kind!r} together with a rope_freqs tensor is not supported"
-        )
-    if kind == "linear":
-        return RopeConfig(theta, LinearScaling(factor))
-    scaling = _yarn_scaling(
-        config,
-        factor,
-        config.integer("rope.scaling.original_context_length", context_len),
-        config.number("rope.scaling.yarn_beta_fast", 32.0),
-        config.number("rope.scaling.yarn_beta_slow", 1.0),
-        # GGUF files have no key for this. llama.cpp always truncates, but GPT-OSS was trained without it.
-        truncate=family.default_rope.get("truncate", True),
-    )
-    return RopeConfig(theta, scaling)
-
-
-def _check_attention_factors(config: Settings, expected: float) -> None:
-    """Raise ValueError if a GGUF file has a factor of cosines and sines that YaRN does not imply.
-
-    Converters have written the whole factor to both keys. llama.cpp multiplies by the first one once more.
-    """
-    for key, allowed in (("attn_factor", {1.0, expected}), ("yarn_attn_factor", {expected})):
-        given = config.number(f"rope.scaling.{key}", expected)
-        if not any(math.isclose(given, factor, rel_tol=1e-6) for factor in allowed):
-            names = " or ".join(f"{factor:.7g}" for factor in sorted(allowed))
-            raise config.refusal(f"rope.scaling.{key}", f"{names} without tensors rope_factors", given)
 
 
 def ropes_of_windows(windows: SlidingWindows, rope: RopeConfig, local_rope: RopeConfig) -> tuple[RopeConfig, ...]:
@@ -320,8 +284,8 @@ def _yarn(params: Settings, sizes: _Sizes) -> RopeScaling:
     given = params.optional_number("attention_factor")
     mscale, mscale_all = params.optional_number("mscale"), params.optional_number("mscale_all_dim")
     if given is None and mscale and mscale_all:
-        given = _yarn_attention_factor(factor, mscale) / _yarn_attention_factor(factor, mscale_all)
-    return _yarn_scaling(
+        given = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
+    return yarn_scaling(
         params,
         factor,
         sizes.original_context_len,
@@ -332,7 +296,7 @@ def _yarn(params: Settings, sizes: _Sizes) -> RopeScaling:
     )
 
 
-def _yarn_scaling(
+def yarn_scaling(
     source: Settings,
     factor: float,
     original_context_len: int,
@@ -347,13 +311,13 @@ def _yarn_scaling(
             f"{source.source}: YaRN must extend the context to at most {MAX_POSITIONS} tokens, got a factor of "
             f"{factor:g} and an original context of {original_context_len}"
         )
-    attention_factor = attention_factor or _yarn_attention_factor(factor)
+    attention_factor = attention_factor or yarn_attention_factor(factor)
     if not math.isfinite(attention_factor):
         raise ValueError(f"{source.source}: YaRN's mscale must give a finite factor, got {attention_factor}")
     return YarnScaling(factor, original_context_len, beta_fast, beta_slow, attention_factor, truncate)
 
 
-def _yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

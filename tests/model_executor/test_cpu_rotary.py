@@ -15,7 +15,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import PAGE_OF_PANELS
 from tercet.model_executor.layers.layernorm import HeadNorm, RowNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
-from tercet.srt.model_files.rope_config import RopeConfig
+from tercet.srt.model_files.rope_config import QueryScale, RopeConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -37,10 +37,11 @@ def make_rotary(rope, head_dim, context_len):
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     head_dim=st.sampled_from([8, 64, 80, 96, 128]),
-    normed=st.sampled_from([None, "heads", "rows"]),
+    normed=st.sampled_from([None, "heads", "rows", "rotated_heads"]),
+    scaled=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed):
+def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, scaled, seed):
     generator = torch.Generator().manual_seed(seed)
     heads, pool_size = kv_heads * group, 50
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
@@ -48,18 +49,29 @@ def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed
     norms = [torch.randn(size * head_dim, generator=generator) if normed else None for size in sizes]
     positions = torch.randint(0, 99, (tokens,), generator=generator)
     slots = torch.randperm(pool_size, generator=generator)[:tokens]
-    rope = RopeConfig(theta=1e4)
+    scaled = scaled and normed != "rotated_heads"  # the norm would cancel the factor
+    rope = RopeConfig(theta=1e4, query_scale=QueryScale(0.7, 8) if scaled else None)
     rotary = make_rotary(rope, head_dim, 99)
     expected = qkv.double()
     qk, v = expected.split((heads + kv_heads, kv_heads), 1)
+    if normed in ("heads", "rotated_heads"):
+        of_heads = HeadNorm(norms[0].double(), norms[1].double(), heads, kv_heads, 1e-5)
     if normed == "rows":
         qk = RowNorm(norms[0].double(), norms[1].double(), 1e-5)(qk)
-    elif normed:
-        qk = HeadNorm(norms[0].double(), norms[1].double(), heads, kv_heads, 1e-5)(qk)
-    qk = rotate(qk, RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions))
+    elif normed == "heads":
+        qk = of_heads(qk)
+    cos_sin = RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions)
+    qk = rotate(qk, cos_sin)
+    if normed == "rotated_heads":
+        qk = of_heads(qk)
+    if scaled:
+        assert cos_sin.q_scales is not None and cos_sin.q_scales.max() > 1
+        qk[:, :heads] *= cos_sin.q_scales[:, None, None]
 
     pools = [torch.full((pool_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-    ops.rotate_and_store(qkv.view(tokens, -1), positions, slots, rotary(positions).cos_sin, *norms, 1e-5, *pools)
+    table, _, q_scales = rotary(positions)
+    options = q_scales, normed == "rotated_heads"
+    ops.rotate_and_store(qkv.view(tokens, -1), positions, slots, table, *norms, 1e-5, *pools, *options)
     # angles in float32: a hundred radians are off by 1e-5
     assert ((qkv[:, :heads].double() - qk[:, :heads]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
     assert ((pools[0][slots].double() - qk[:, heads:]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
@@ -129,3 +141,13 @@ def test_a_pool_without_heads_is_refused():
     nothing, indices = torch.zeros(64, 1, 0), torch.tensor([0, 1])
     with pytest.raises(RuntimeError, match="must have heads with components"):
         ops.rotate_and_store(torch.zeros(2, 0), indices, indices, torch.zeros(9, 0), None, None, 0.0, nothing, nothing)
+
+
+def test_options_that_do_not_fit_are_refused():
+    qkv, none, pools = torch.zeros(1, 128), torch.zeros(1, dtype=torch.int64), torch.zeros(2, 8, 1, 32)
+    table, norms, scales = torch.zeros(9, 32), torch.ones(2, 32), torch.ones(9)
+    for weights, options in (((None, None), (None, True)), (norms, (scales, True))):
+        with pytest.raises(RuntimeError, match="norm_after needs norms, and excludes q_scales"):
+            ops.rotate_and_store(qkv, none, none, table, *weights, 1e-5, *pools, *options)
+    with pytest.raises(RuntimeError, match=r"q_scales must have shape \[9\]"):
+        ops.rotate_and_store(qkv, none, none, table, *norms, 1e-5, *pools, scales[:8])

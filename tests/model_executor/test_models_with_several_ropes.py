@@ -19,7 +19,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
-from tercet.srt.model_files.rope_config import NO_ROTATION, RopeConfig
+from tercet.srt.model_files.rope_config import NO_ROTATION, QueryScale, RopeConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -32,6 +32,8 @@ LIKE_GEMMA = replace(
 )  # fmt: skip
 LIKE_GRANITE = replace(CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.1, logits_divisor=6.0)
 LIKE_ARCEE = replace(CONFIG, hidden_act="squared_relu")
+LIKE_MINISTRAL = replace(CONFIG, rope=replace(CONFIG.rope, query_scale=QueryScale(0.5, 8)))
+LIKE_HUNYUAN = replace(CONFIG, qk_norm="rotated_heads")
 LIKE_OLMO = replace(CONFIG, input_norms=False, output_norms=True, qk_norm="rows")
 MODELS = [
     "smollm3",
@@ -59,6 +61,11 @@ MODELS = [
     "exaone4_full",
     "arcee",
     "arcee_biases",
+    "ministral3",
+    "ministral3_window",
+    "ministral3_images",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_dense_tied",
 ]
 
 
@@ -81,8 +88,8 @@ def test_soft_caps_of_logits_come_before_what_reads_them(backend: str, tmp_path:
 
 @pytest.mark.parametrize(
     "config",
-    [SEVERAL_ROPES, LIKE_GEMMA, LIKE_OLMO, LIKE_GRANITE, LIKE_ARCEE],
-    ids=["ropes", "gemma", "olmo", "granite", "arcee"],
+    [SEVERAL_ROPES, LIKE_GEMMA, LIKE_OLMO, LIKE_GRANITE, LIKE_ARCEE, LIKE_MINISTRAL, LIKE_HUNYUAN],
+    ids=["ropes", "gemma", "olmo", "granite", "arcee", "ministral", "hunyuan"],
 )
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
 def test_recorded_steps_have_the_bits_of_launched_ones(

@@ -19,16 +19,19 @@ from tercet.srt.model_files.rope_config import RopeConfig
     heads=st.sampled_from([(1, 1), (6, 2), (9, 3), (16, 1)]),
     head_dim=st.sampled_from([16, 64, 80, 96]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    norm=st.booleans(),
+    norm=st.sampled_from([None, "before", "after"]),
+    scaled=st.booleans(),
     store=st.booleans(),
 )
-def test_agrees_with_the_float64_twin(seed, num_tokens, heads, head_dim, dtype, norm, store) -> None:
+def test_agrees_with_the_float64_twin(seed, num_tokens, heads, head_dim, dtype, norm, scaled, store) -> None:
     g = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=g).to(dtype)
     angles = torch.rand(num_tokens, head_dim // 2, generator=g) * 100
     cos, sin = angles.cos(), angles.sin()
-    options = {"eps": 1e-6}
+    options = {"eps": 1e-6, "norm_after": norm == "after"}
+    if scaled:
+        options |= {"q_scales": 1 + torch.rand(num_tokens, generator=g)}
     if norm:
         options |= {"q_weight": torch.randn(head_dim, generator=g).to(dtype)}
         options |= {"k_weight": torch.randn(head_dim, generator=g).to(dtype)}
@@ -78,9 +81,10 @@ def test_it_takes_the_layers_angles() -> None:
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     fp8=st.booleans(),
     norm=st.booleans(),
+    norm_after=st.booleans(),
 )
 def test_the_fused_store_leaves_the_bytes_of_the_separate_one(
-    seed, num_tokens, heads, head_dim, dtype, fp8, norm
+    seed, num_tokens, heads, head_dim, dtype, fp8, norm, norm_after
 ) -> None:
     """Bit by bit: the same operations in the same order, and one rounding to the activations' dtype in between."""
     g = torch.Generator().manual_seed(seed)
@@ -91,7 +95,8 @@ def test_the_fused_store_leaves_the_bytes_of_the_separate_one(
     fused = [torch.zeros(9, num_kv_heads, head_dim).to(torch.float8_e4m3fn if fp8 else dtype) for _ in range(2)]
     apart = [pool.clone() for pool in fused]
     copy = qkv.clone()
-    options = {"q_weight": torch.randn(head_dim), "k_weight": torch.randn(head_dim), "eps": 1e-6} if norm else {}
+    weights = {"q_weight": torch.randn(head_dim), "k_weight": torch.randn(head_dim)}
+    options = weights | {"eps": 1e-6, "norm_after": norm_after} if norm else {}
     scales = {"k_scale": 0.7, "v_scale": 0.3} if fp8 else {}
     pools = {"k_buffer": fused[0], "v_buffer": fused[1], "slots": slots}
     rotary(qkv, *heads, angles.cos(), angles.sin(), **pools, **scales, **options)

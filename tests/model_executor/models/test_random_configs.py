@@ -67,6 +67,14 @@ def phi_ropes(draw):
     return kind, rope | {"partial_rotary_factor": factor}
 
 
+def ministral_ropes():
+    return st.builds(
+        dict.__or__,
+        fixed(factor=[4.0], original_max_position_embeddings=[8, 16], llama_4_scaling_beta=[0.1, 0.7]),
+        some(mscale=[1.0], mscale_all_dim=[1.0], beta_fast=[4.0, 32]),
+    )
+
+
 @st.composite
 def gemma_ropes(draw, of_global_layers):
     """The keys for layers without a window (`of_global_layers`) and with one, as old and new files have them."""
@@ -137,6 +145,8 @@ OF_FAMILY = {
         fixed(moe_intermediate_size=[16, 48], n_routed_experts=[8, 11]),
     ),
     "arcee": some(attention_bias=[False, True], mlp_bias=[False, True]),
+    "ministral3": some(sliding_window=[None, 3, 7], head_dim=[8, 24]),
+    "hunyuan_v1_dense": some(attention_bias=[False, True], head_dim=[8, 24]),
     "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),
     "ernie4_5_moe": st.builds(
         dict.__or__,
@@ -251,6 +261,10 @@ def configs(draw):
         shape.pop("head_dim", None)
     if family == "mixtral":  # without it, transformers cannot make the frequencies of yarn
         shape.setdefault("head_dim", 16)
+    if family == "ministral3":
+        kind, rope = "yarn", draw(ministral_ropes())
+    if family == "hunyuan_v1_dense" and draw(st.booleans()):
+        kind, rope = "dynamic", draw(fixed(alpha=[1.0, 50.0], factor=[1.0]))
     if family == "olmo3":
         rope = draw(olmo_ropes(rope | {"rope_type": kind}))
     elif family == "gemma3_text":

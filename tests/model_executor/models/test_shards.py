@@ -144,6 +144,8 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "seed_oss_out",
         "ernie4_5",
         "arcee_biases",
+        "ministral3_window",
+        "hunyuan_v1_dense_tied",
         "granitemoe",
         "granitemoeshared",
         "qwen2_moe_all",
@@ -175,6 +177,8 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "ernie4_5_biases",
         "exaone4",
         "arcee",
+        "ministral3",
+        "hunyuan_v1_dense",
     ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:

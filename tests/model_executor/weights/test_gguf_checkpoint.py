@@ -64,6 +64,8 @@ CPU = torch.device("cpu")
         ("exaone4_full", "exaone4"),
         ("arcee", "arcee"),
         ("arcee_biases", "arcee"),
+        ("ministral3", "mistral3"),
+        ("hunyuan_v1_dense", "hunyuan-dense"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):

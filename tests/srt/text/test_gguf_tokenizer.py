@@ -27,6 +27,7 @@ WAYS = (
     "tekken",
     "gpt-4o",
     "deepseek-coder",
+    "hunyuan-dense",
     "default",
 )
 
@@ -146,6 +147,11 @@ def test_cutting_keeps_every_byte(pre, text):
         ("gpt-2", "it's  12", ["it", "'s", " ", " 12"]),
         ("smollm", "it's  12 x٣½", ["it", "'s", "  ", "1", "2", " x", "٣", "½"]),
         ("starcoder", "a 1b", ["a", " ", "1", "b"]),
+        (
+            "hunyuan-dense",
+            "a.bc 12345x 你好é+=1\n y",
+            ["a", ".bc", " ", "123", "45", "x", " ", "你好", "é", "+=", "1", "\n", " y"],
+        ),
         ("glm4", "IT'S 1234", ["IT", "'S", " ", "123", "4"]),
         ("llama-bpe", "IT'S  12345 x\n\n y", ["IT", "'S", " ", " ", "123", "45", " x", "\n\n", " y"]),
         ("qwen2", "a123 .b\n", ["a", "1", "2", "3", " .", "b", "\n"]),
