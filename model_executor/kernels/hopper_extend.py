@@ -54,7 +54,7 @@ def _consume(
     WHICH: gl.constexpr,
     q_smem, k_tiles, v_tiles, v_views, merged_smem, k_full, k_empty, v_full, v_empty,
     q_ptr, out_ptr, part_top_ptr, part_total_ptr, part_o_ptr,
-    rows_ptr, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
+    extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
     num_units, stride_qt, stride_qh, scale,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, BY_UNIT: gl.constexpr,
@@ -75,7 +75,7 @@ def _consume(
     rounds = num_rounds(num_units, NUM_KV_HEADS)
     if rounds > 0:
         _, unit, kv_head, tile, q_start, q_len, prefix, lo, hi = unit_of_round(
-            0, rows_ptr, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
+            0, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
             NUM_KV_HEADS, GROUP, BLOCK_M, SPLIT, BY_UNIT,
         )  # fmt: skip
         q_rows = load_q(
@@ -119,7 +119,7 @@ def _consume(
                     merged.store(acc)
             # The queries of the next unit arrive while the results of this one are stored.
             _, next_unit, next_head, next_tile, next_start, next_len, next_prefix, next_lo, next_hi = unit_of_round(
-                following, rows_ptr, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
+                following, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
                 NUM_KV_HEADS, GROUP, BLOCK_M, SPLIT, BY_UNIT,
             )  # fmt: skip
             q_rows = load_q(
@@ -208,7 +208,7 @@ def hopper_extend_kernel(
     shared = (q_smem, k_tiles, v_tiles, v_views, merged_smem, k_full, k_empty, v_full, v_empty)
     pointers = (
         q_ptr, out_ptr, part_top_ptr, part_total_ptr, part_o_ptr,
-        rows_ptr, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
+        extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
     )  # fmt: skip
     numbers = (num_units, stride_qt, stride_qh, scale)
     gl.warp_specialize(

@@ -45,7 +45,7 @@ def num_rounds(num_units, NUM_KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def unit_of_round(
-    turn, rows_ptr, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
+    turn, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, BY_UNIT: gl.constexpr,
 ):  # fmt: skip
     """The unit of this program's round `turn`: what the producer and the consumers have to know.
@@ -127,7 +127,7 @@ def produce(
     phase = 0
     for turn in range(num_rounds(num_units, NUM_KV_HEADS)):
         b, _, kv_head, _, _, _, _, lo, hi = unit_of_round(
-            turn, rows_ptr, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
+            turn, extend_start_ptr, prefix_lens_ptr, work_starts_ptr, work_rows_ptr,
             NUM_KV_HEADS, GROUP, BLOCK_M, SPLIT, BY_UNIT,
         )  # fmt: skip
         row_ptr = table_ptr + gl.load(rows_ptr + b).to(gl.int64) * stride_table

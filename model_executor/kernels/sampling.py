@@ -277,7 +277,7 @@ def choose_tokens(
     assert table.shape[1] == len(Column) and table.dtype == torch.float64 and table.is_contiguous()
     assert newest_tokens is None or (newest_tokens.dtype == torch.int64 and newest_tokens.is_contiguous())
     num_chunks = cdiv(vocab, CHUNK)
-    work = _allocate(n, num_chunks, n if any_sampled else 0, n if any_ranked else 0, num_candidates, logits.device)
+    work = _allocate(num_chunks, n if any_sampled else 0, n if any_ranked else 0, num_candidates, logits.device)
     edited, *peaks = edit_logits(logits, table, plan, edits, num_edited, work.buckets)
     parts = next_power_of_2(num_chunks)
     if any_sampled:
@@ -304,9 +304,7 @@ def choose_tokens(
     return out
 
 
-def _allocate(
-    n: int, num_chunks: int, num_sampled: int, num_ranked: int, num_candidates: int, device: torch.device
-) -> _Work:
+def _allocate(num_chunks: int, num_sampled: int, num_ranked: int, num_candidates: int, device: torch.device) -> _Work:
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
