@@ -109,8 +109,9 @@ def _attend_split(
     slot = tl.load(row_ptr + lo) if PAGED else 0
     unmasked = tl.minimum(tl.maximum(diagonal, lo), hi)
     # Each loop is entered only if it has an iteration. Otherwise ptxas serialises the asynchronous products of Triton
-    # 3.6, because the values of a skipped loop join those that are still being computed. ENTER: it does not do so here,
-    # for example with a window. The condition would only take registers, which the largest heads lack.
+    # 3.6, because the values of a skipped loop join those that are still being computed. ENTER: enter both loops
+    # without this condition, where ptxas serialises nothing, for example with a window. There it would only take
+    # registers, which the largest heads lack.
     if ENTER or lo < unmasked:
         for start in range(lo, unmasked, BLOCK_N):
             slot, top, total, acc = _attend(
