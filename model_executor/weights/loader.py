@@ -91,11 +91,9 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
     """
     if config.load_format == "dummy":
         return None if config.dtype is None else DTYPES.get(config.dtype)
-    checkpoint = _open(config)
-    parameters = (parameter for parameter in family_of(config).parameters(config) if len(parameter.shape) == 2)
-    names = {part.name for parameter in parameters for part in parameter.parts}
-    _refuse("missing", names - checkpoint.names)
-    dtypes = {checkpoint.dtype(name) for name in names}
+    matrices = _matrices(config)
+    checkpoint = _open_checked(config, matrices)
+    dtypes = {checkpoint.dtype(part.name) for parameter in matrices for part in parameter.parts}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
@@ -110,13 +108,11 @@ def stored_forms(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
         return {}
     if config.load_format == "dummy":
         return _dummy_forms(config)
-    checkpoint = _open(config)
+    matrices = _matrices(config)
+    checkpoint = _open_checked(config, matrices)
     forms: dict[str, str] = {}
-    for parameter in family_of(config).parameters(config):
+    for parameter in matrices:
         name, shape, parts, _ = parameter
-        if len(shape) != 2:
-            continue
-        _refuse("missing", {part.name for part in parts} - checkpoint.names)
         may_be_compact = dtype == torch.bfloat16 and is_multiplied(parameter, config)
         max_bits = COMPACT_BITS if may_be_compact else 8 * dtype.itemsize
         found = [
@@ -140,8 +136,7 @@ def stored_fp8_forms(config: ModelConfig) -> dict[str, str]:
         return _without_mixed_experts(_dummy_forms(config), config)
     form = fp8_form(config.quantization)
     parameters = [parameter for parameter in family_of(config).parameters(config) if is_linear(parameter)]
-    checkpoint = _open(config)
-    _refuse("missing", {part.name for parameter in parameters for part in parameter.parts} - checkpoint.names)
+    checkpoint = _open_checked(config, parameters)
     found = {p.name: form for p in parameters if all(checkpoint.has_form(part.name, form) for part in p.parts)}
     return _without_mixed_experts(found, config)
 
@@ -187,8 +182,8 @@ def load_parameters(
     cache are PackedWeights. `compact`: those of bfloat16 are compact, as layers/packing.py says.
 
     Raises ValueError for missing and unexpected tensors, for a tensor whose shape differs from the config's or whose
-    type is not supported, and if the ranks cannot divide the model. On a CPU, a wrong shape or type raises it when the
-    parameter is read. With a cache, the checkpoint is checked only if it is read because the cache has no entry; with
+    type is not supported, and if the ranks cannot divide the model. On a CPU, a wrong type raises it when the parameter
+    is read. With a cache, the checkpoint is checked only if it is read because the cache has no entry; with
     `packed`, on the first access.
     """
     check_shard(config, shard)
@@ -238,6 +233,17 @@ def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
     return SafetensorsCheckpoint(config.model_path)
 
 
+def _open_checked(config: ModelConfig, parameters: Iterable[Parameter]) -> Checkpoint:
+    """The checkpoint, after a check of the tensors of these parameters."""
+    checkpoint = _open(config)
+    _check_tensors(checkpoint, parameters)
+    return checkpoint
+
+
+def _matrices(config: ModelConfig) -> list[Parameter]:
+    return [parameter for parameter in family_of(config).parameters(config) if len(parameter.shape) == 2]
+
+
 class StoredParameters(Mapping[str, Any]):
     """The parameters of a checkpoint. Each access reads the parameter, and none is kept.
 
@@ -259,8 +265,8 @@ class StoredParameters(Mapping[str, Any]):
         self._forms = forms
         self._shard = shard
         self._parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
+        _check_tensors(checkpoint, self._parameters.values())
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
-        _refuse("missing", needed - checkpoint.names)
         ignored = _extra_layers(config)
         extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
         extra = {name for name in extra if not name.startswith(ignored)}
@@ -279,8 +285,6 @@ class StoredParameters(Mapping[str, Any]):
         if parameter.split is Split.FIRST_RANK and self._shard.rank:
             return torch.zeros(parameter.shape, dtype=dtype)
         parts = [(part, self._shard.region(part.shape, parameter.split)) for part in parameter.parts]
-        for part, _ in parts:
-            _check_shape(part, self._checkpoint.shape(part.name))
         if name in self._forms:
             return _stacked([self._quantized(part, region, self._forms[name]) for part, region in parts])
         tensors = [self._tensor(part, region).to(dtype) for part, region in parts]
@@ -316,9 +320,14 @@ def _stacked(weights: list[Any]) -> QuantizedWeight | Fp8Weight:
     return stack_fp8(weights) if isinstance(weights[0], Fp8Weight) else stacked(weights)
 
 
-def _check_shape(part: Part, actual: tuple[int, ...]) -> None:
-    if actual != part.tensor_shape:
-        raise ValueError(f"tensor {part.name!r} has shape {actual}, the config implies {part.tensor_shape}")
+def _check_tensors(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> None:
+    """Raises ValueError for tensors that are missing, and for one with another shape than the config implies."""
+    parts = [part for parameter in parameters for part in parameter.parts]
+    _refuse("missing", {part.name for part in parts} - checkpoint.names)
+    for part in parts:
+        actual = checkpoint.shape(part.name)
+        if actual != part.tensor_shape:
+            raise ValueError(f"tensor {part.name!r} has shape {actual}, the config implies {part.tensor_shape}")
 
 
 def _dummy(

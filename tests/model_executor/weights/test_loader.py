@@ -97,6 +97,15 @@ def test_wrong_shapes_and_dtypes_are_named(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_attention_heads"])
+def test_a_config_of_a_larger_model_is_noticed_before_its_memory_is(folder, name):
+    """That such a model needs too much memory would hide the mistake."""
+    config = json.loads((folder / "config.json").read_text()) | {name: 2**24}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"tensor 'model\..* has shape .*, the config implies .*16777216|268435456"):
+        make_runner(load_model_config(folder), dtype="float32", max_running_requests=1, max_total_tokens=64)
+
+
 def test_tensors_that_mean_nothing_are_ignored(folder):
     def old(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
