@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from ...managers.generation import error_of
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import EngineDead, EnginePaused, EngineRestarting, InvalidRequest, QueueFull
-from ..io_struct import AbortFinish, SchedulerState
+from ..io_struct import AbortFinish, FinishReason, SchedulerState
 from ..kv_events import read_config
 from ..request_options import RequestOptions
 from .lora import loaded_adapters
@@ -110,24 +110,33 @@ def check_not_paused(server: Server) -> None:
 async def health_generate(server: Server, request: Request, body: None) -> ASGIApp:
     """Generates one token in the running engine. 503 when the token does not arrive in time."""
     check_up(server)
-    check_not_paused(server)
-    manager = server.manager
+    try:
+        async with asyncio.timeout(server.health_timeout_s):
+            while True:
+                check_not_paused(server)
+                finish = await _probe(server.manager)
+                # An abort of all requests ends the probe, too, and says nothing about the engine.
+                if not isinstance(finish, AbortFinish) or finish.status_code is not None:
+                    break
+    except TimeoutError:
+        raise EngineDead(f"the probe request returned no token within {server.health_timeout_s:g} s") from None
+    if isinstance(finish, AbortFinish):
+        failed = error_of(finish)
+        if isinstance(failed, QueueFull):
+            raise failed
+        raise EngineDead(f"the probe request has no token: {finish.message}")
+    return json_response(Status("ok"))
+
+
+async def _probe(manager: TokenizerManager) -> FinishReason | None:
+    """The end of a request for one token."""
     sampling = manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
     rid = f"health-{uuid.uuid4().hex}"
     (generation,) = await manager.submit([0], RequestOptions(sampling=sampling, cache_salt=rid), rid=rid)
     try:
-        async with asyncio.timeout(server.health_timeout_s):
-            out = await generation.result()
-    except TimeoutError:
-        raise EngineDead(f"the probe request returned no token within {server.health_timeout_s:g} s") from None
+        return (await generation.result()).finish
     finally:
         generation.close()
-    if isinstance(out.finish, AbortFinish):
-        failed = error_of(out.finish)
-        if isinstance(failed, QueueFull):
-            raise failed
-        raise EngineDead(f"the probe request has no token: {out.finish.message}")
-    return json_response(Status("ok"))
 
 
 async def model_info(server: Server, request: Request, body: None) -> ASGIApp:

@@ -73,7 +73,6 @@ def test_health_generate_gives_up_in_time(hasty: Site) -> None:
 @pytest.mark.parametrize(
     ("finish", "code"),
     [
-        (AbortFinish("asked for"), "engine_dead"),
         (AbortFinish("not a number", 500, "InvalidLogits"), "engine_dead"),
         (AbortFinish("the queue is full", 503, "QueueFull", retry_after_s=7), "queue_full"),
     ],
@@ -83,6 +82,20 @@ def test_health_generate_wants_a_token_and_says_why_there_is_none(site: Site, fi
     answer = site.get("/health_generate")
     assert answer.status_code == 503 and finish.message in answer.text and error_of(answer)["code"] == code
     assert answer.headers["retry-after"] == ("7" if code == "queue_full" else "1")
+
+
+def test_an_abort_of_all_requests_does_not_fail_health_generate(site: Site) -> None:
+    async def scenario() -> int:
+        site.scheduler.mute = True
+        probe = asyncio.create_task(site.client.get("/health_generate"))
+        while not site.scheduler.received:
+            await asyncio.sleep(0)
+        site.scheduler.mute = False
+        await site.client.post("/abort_request", json={"abort_all": True})
+        return (await probe).status_code
+
+    assert site.run(scenario()) == 200
+    assert len(site.scheduler.received) == 2 and site.idle()
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
