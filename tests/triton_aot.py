@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,6 +214,12 @@ def compile_all(launches: Iterable[Launch], arch: str) -> list[Resources]:
     """Compiles launches for a target, and for sm_90 counts their instructions."""
     compiled = [compile_launch(launch, arch) for launch in launches]
     return counted_together(compiled) if arch == "sm_90" else compiled
+
+
+def compile_each(launches: Mapping[_Case, Sequence[Launch]], arch: str) -> dict[_Case, list[Resources]]:
+    """Compiles the launches of several cases, and for sm_90 counts all their instructions at once."""
+    compiled = iter(compile_all((launch for each in launches.values() for launch in each), arch))
+    return {case: list(islice(compiled, len(each))) for case, each in launches.items()}
 
 
 def counted_together(compiled: Sequence[Resources]) -> list[Resources]:

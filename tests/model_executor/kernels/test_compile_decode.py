@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +14,20 @@ from triton.runtime.jit import JITFunction
 from triton_aot import (
     TARGETS,
     Launch,
+    Resources,
     assert_fits,
     assert_one_look_up,
     assert_overlaps,
     assert_plan_holds,
     compile_all,
+    compile_each,
     compile_launch,
 )
 
 from tercet.model_executor.kernels import decode_attention
 from tercet.model_executor.kernels.tuning import DecodeTile, decode_tile, programs_that_fit
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a GPU compiles all of its cases
 
 KERNELS: dict[str, Callable[..., list[Launch]]] = {
     "two": partial(decode_launches, mixed=False),
@@ -78,11 +82,18 @@ def chosen(*kernels: str, page_size: int = 1) -> list[Case]:
     return [case for case in CASES if case[1] in kernels and case[2] == page_size]
 
 
+@cache
+def compiled(arch: str) -> dict[Case, list[Resources]]:
+    """The kernels of all cases for a GPU. They are disassembled at once, because the disassembler starts slowly."""
+    cases = [case for case in CASES if case[3] == arch]
+    return compile_each({case: KERNELS[case[1]](case[0], arch, page_size=case[2]) for case in cases}, arch)
+
+
 def check(shape: Shape, kernel: str, arch: str) -> None:
-    launches = KERNELS[kernel](shape, arch)
+    found = compiled(arch)[shape, kernel, 1, arch]
     names = ["_decode_split_kernel", "_decode_merge_kernel"] if "two" in kernel else ["_fused_decode_kernel"]
-    assert [launch.kernel.fn.__name__ for launch in launches] == names
-    for resources in compile_all(launches, arch):
+    assert [resources.kernel for resources in found] == names
+    for resources in found:
         assert_fits(resources, arch)
         if arch == "sm_90" and not shape.fp32:
             assert_overlaps(resources)
@@ -106,23 +117,22 @@ def test_decode_in_one_kernel(shape: Shape, kernel: str, page_size: int, arch: s
 
 @pytest.mark.parametrize(("shape", "kernel", "page_size", "arch"), chosen(*KERNELS, page_size=64), ids=str)
 def test_in_pages(shape: Shape, kernel: str, page_size: int, arch: str) -> None:
-    launch, *_ = KERNELS[kernel](shape, arch, page_size=page_size)
-    resources = compile_launch(launch, arch)
+    resources, *_ = compiled(arch)[shape, kernel, page_size, arch]
     assert_fits(resources, arch)
     assert_overlaps(resources)
     assert_plan_holds(resources, shape, page_size)
     assert_one_look_up(resources)
 
 
-@pytest.mark.parametrize("name", ["32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x192-bfloat16"])
-def test_the_merge_reads_several_partial_results_at_a_time(name: str) -> None:
+def test_the_merge_reads_several_partial_results_at_a_time() -> None:
     """Copies of 4 rounds are queued before the loop, and one in it. Loads into registers waited for each round."""
-    _, merge = decode_launches(BY_NAME[name], "sm_90", mixed=False)
-    resources = compile_launch(merge, "sm_90")
-    assert resources.counts is not None
-    round_bytes = merge.kwargs["CHAINS"] * merge.kwargs["BLOCK_D"] * 4
-    assert resources.counts.wide_copies == 5 * round_bytes // (16 * resources.threads)
-    assert resources.shared >= 4 * round_bytes
+    names = ["32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x192-bfloat16"]
+    merges = [decode_launches(BY_NAME[name], "sm_90", mixed=False)[1] for name in names]
+    for merge, resources in zip(merges, compile_all(merges, "sm_90"), strict=True):
+        assert resources.counts is not None
+        round_bytes = merge.kwargs["CHAINS"] * merge.kwargs["BLOCK_D"] * 4
+        assert resources.counts.wide_copies == 5 * round_bytes // (16 * resources.threads), merge.kwargs
+        assert resources.shared >= 4 * round_bytes, merge.kwargs
 
 
 @pytest.mark.parametrize("page_size", [1, 64])

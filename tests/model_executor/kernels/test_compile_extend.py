@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
+from functools import cache
 
 import pytest
 import torch
 from compiled_attention import SPLITS, extend_launches
 from serving_shapes import BY_NAME, DEFAULT, SHAPES, Shape
 from some_cases import covering
-from triton_aot import TARGETS, assert_fits, assert_one_look_up, assert_overlaps, compile_launch
+from triton_aot import (
+    TARGETS,
+    Resources,
+    assert_fits,
+    assert_one_look_up,
+    assert_overlaps,
+    compile_each,
+    compile_launch,
+)
 
 from tercet.model_executor.kernels.tuning import ExtendTile, extend_tile
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a GPU compiles all of its cases
 
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync.aligned.m16n8k16", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma_f32_"}
 """What the products of 16-bit operands have to be made of."""
@@ -60,12 +71,18 @@ def chosen(splits: str) -> list[Case]:
     return [case for case in CASES if case[1] == splits]
 
 
+@cache
+def compiled(arch: str) -> dict[Case, list[Resources]]:
+    """The kernels of all cases for a GPU. They are disassembled at once, because the disassembler starts slowly."""
+    cases = [case for case in CASES if case[3] == arch]
+    return compile_each({case: extend_launches(case[0], arch, case[1], page_size=case[2]) for case in cases}, arch)
+
+
 def check(shape: Shape, splits: str, page_size: int, arch: str) -> None:
-    launch, *merge = extend_launches(shape, arch, splits, page_size=page_size)
-    resources = compile_launch(launch, arch)
-    for other in merge:
-        assert_fits(compile_launch(other, arch), arch)
-    assert_fits(resources, arch)
+    found = compiled(arch)[shape, splits, page_size, arch]
+    for resources in found:
+        assert_fits(resources, arch)
+    resources, *_ = found
     if not shape.fp32:
         assert MATRIX_INSTRUCTION[arch] in resources.assembly or (shape.fp8 and shape.head_dim == 256)
         if arch == "sm_90":
