@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
 from compiled_dependent import CASES, assert_waits_first
 from meta_runner import make_meta_runner
 from toy_runner import TOY
-from triton_aot import Resources, assert_fits, compile_all, compile_launch, recorded
+from triton_aot import Resources, assert_fits, compile_each, recorded
 
 from tercet.model_executor.runner import settings
 from tercet.model_executor.step import ForwardMode, NewRow, StepInputs
 from tercet.srt.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # the first test compiles all cases
 
 IN_A_CHAIN = {"_skinny_linear_kernel", "_fused_decode_kernel"}
 
 
+@cache
+def compiled() -> dict[str, list[Resources]]:
+    """The kernels of all cases. They are disassembled at once, because the disassembler starts slowly."""
+    return compile_each({case: launches() for case, launches in CASES.items()}, "sm_90")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_dependent_kernels_wait_before_they_read(case: str) -> None:
-    for resources in compile_all(CASES[case](), "sm_90"):
+    for resources in compiled()[case]:
         assert_fits(resources, "sm_90")
         assert_waits_first(resources)
 
@@ -42,7 +49,7 @@ def starting_the_next_too_early(resources: Resources) -> Resources:
 
 @pytest.mark.parametrize("broken", [without_waiting, reading_too_early, starting_the_next_too_early])
 def test_a_broken_chain_is_seen(broken) -> None:
-    resources = compile_launch(CASES["dependent linear-2048x8192-gated"]()[0], "sm_90")
+    resources = compiled()["dependent linear-2048x8192-gated"][0]
     with pytest.raises(AssertionError):
         assert_waits_first(broken(resources))
 

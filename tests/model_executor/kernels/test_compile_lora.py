@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compiled_lora import CASES, LAYERS, ROWS, assert_adds_adapters, lora_launches
-from triton_aot import Resources, assert_fits, compile_all, compile_launch, on_targets, what_is_compiled
+from triton_aot import Resources, assert_fits, compile_each, compile_launch, on_targets, what_is_compiled
 
 from tercet.model_executor.kernels import lora
 
@@ -41,9 +41,15 @@ def test_compiles_and_fits(layer: tuple[str, int, torch.dtype], arch: str, rows:
         assert not resources.spilled
 
 
+@cache
+def compiled_cases() -> dict[str, list[Resources]]:
+    """The kernels of all cases. They are disassembled at once, because the disassembler starts slowly."""
+    return compile_each({case: launches() for case, launches in CASES.items()}, "sm_90")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_computes_as_meant(case: str) -> None:
-    for resources in compile_all(CASES[case](), "sm_90"):
+    for resources in compiled_cases()[case]:
         assert_adds_adapters(resources)
 
 

@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from compiled_attention import fused_launches
 from compiled_others import CALLS, CASES, assert_computes_as_meant, launches_of
 from serving_shapes import SHAPES
-from triton_aot import TARGETS, assert_fits, compile_all, compile_launch, on_targets
+from triton_aot import TARGETS, Resources, assert_fits, compile_each, compile_launch, on_targets
 
 from tercet.model_executor.kernels.tuning import decode_tile
 
@@ -67,9 +68,15 @@ def _components_of_a_thread(layouts: str) -> set[int]:
     return {int(blocked[layout]) for layout in summed}
 
 
+@cache
+def compiled() -> dict[str, list[Resources]]:
+    """The kernels of all cases. They are disassembled at once, because the disassembler starts slowly."""
+    return compile_each({case: launches() for case, launches in CASES.items()}, "sm_90")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_computes_as_meant(case: str) -> None:
-    for resources in compile_all(CASES[case](), "sm_90"):
+    for resources in compiled()[case]:
         assert_computes_as_meant(resources)
 
 
