@@ -29,7 +29,7 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
     path = os.fspath(model_path)
     if not os.path.exists(path):
         is_name = path.count("/") == 1 and not path.startswith((".", "/")) and not path.endswith((".gguf", ".json"))
-        hint = f"; Tercet downloads no model, so first: hf download {path} --local-dir FOLDER" if is_name else ""
+        hint = f"; if it is a model of the Hub, first run: hf download {path} --local-dir FOLDER" if is_name else ""
         raise FileNotFoundError(
             f"{path!r} does not exist; give a directory with config.json, a GGUF file or a config.json{hint}"
         )

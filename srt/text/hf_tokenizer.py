@@ -64,10 +64,14 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # `transformers` and its many dependencies can raise any error
-        # From a folder without any file of a tokenizer, the library's reason is that packages are missing.
-        has_none = ", which has no tokenizer.json" if os.path.isdir(name_or_path) else ""
+        # The library's reason alone misleads: for a folder without a tokenizer, that packages are missing; for a path
+        # that does not exist, that it is no name of the Hub.
+        if os.path.isdir(name_or_path):
+            lack = ", which has no tokenizer.json"
+        else:
+            lack = ", which is no directory or GGUF file" if os.path.exists(name_or_path) else ", which does not exist"
         raise ValueError(
-            f"cannot load a tokenizer from {name_or_path!r}{has_none}; --tokenizer-path names another one, and "
+            f"cannot load a tokenizer from {name_or_path!r}{lack}; --tokenizer-path names another one, and "
             f"--skip-tokenizer-init loads none: {' '.join(str(error).split())}"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -75,6 +79,12 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
         raise ValueError(
             f"the tokenizer in {name_or_path!r} is a {type(tokenizer).__name__}, which the `tokenizers` library "
             "cannot run"
+        )
+    if backend.get_vocab().keys() <= set(tokenizer.all_special_tokens):
+        # For the config of some models, such as Qwen's and Gemma's, `transformers` makes a tokenizer without files.
+        raise ValueError(
+            f"cannot load a tokenizer from {name_or_path!r}, which has no tokens besides special ones; a file such as "
+            "tokenizer.json is missing. --tokenizer-path names another tokenizer, and --skip-tokenizer-init loads none"
         )
     eos_id = tokenizer.eos_token_id
     return TokenizerParts(

@@ -199,9 +199,17 @@ def test_nothing_to_load_is_a_value_error(tmp_path):
         with pytest.raises(ValueError, match="cannot load a tokenizer") as error:
             load_tokenizer(str(path))
         assert ("which has no tokenizer.json" in str(error.value)) == path.exists()
+        assert ("which does not exist" in str(error.value)) != path.exists()
         assert "\n" not in str(error.value), "an error is one line of a log"
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_a_config_alone_is_no_tokenizer(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    with pytest.raises(ValueError, match="no tokens besides special ones"):
         load_tokenizer(str(tmp_path))
 
 
