@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-compared",
         type=not_negative_int,
-        help="requests that also run without grammars; the others are only checked",
+        help="requests that also run without grammars; the others are only checked (default: all)",
     )
     parser.add_argument("--group-size", type=positive, default=48, help="requests of a group, at most 64 (default: 48)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first request (default: 0)")

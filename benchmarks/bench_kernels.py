@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("kernels", __doc__)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the kernels (default: auto)"
+    )
     parser.add_argument(
         "--only", default=",".join(_GROUPS), help=f"groups of kernels to measure: {', '.join(_GROUPS)} (default: all)"
     )

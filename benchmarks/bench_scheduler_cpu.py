@@ -126,8 +126,12 @@ def _parser() -> argparse.ArgumentParser:
         help="runs of the same schedule. The least time of a step counts, because other processes use the same caches "
         "(default: %(default)s)",
     )
-    parser.add_argument("--input-len", type=lengths, default=Span(512, 512), help="tokens of a prompt, N or A-B")
-    parser.add_argument("--output-len", type=lengths, default=Span(128, 1024), help="tokens of an answer, N or A-B")
+    parser.add_argument(
+        "--input-len", type=lengths, default=Span(512, 512), help="tokens of a prompt, N or A-B (default: 512)"
+    )
+    parser.add_argument(
+        "--output-len", type=lengths, default=Span(128, 1024), help="tokens of an answer, N or A-B (default: 128-1024)"
+    )
     parser.add_argument(
         "--cases",
         metavar="A,B",

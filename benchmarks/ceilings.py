@@ -113,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to measure (default: auto)"
+    )
     parser.add_argument(
         "--small", action="store_true", help="use tiny sizes, to try the program; the results have no meaning"
     )

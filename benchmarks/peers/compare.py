@@ -90,6 +90,7 @@ def _run(comparison: Comparison) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
+        usage="%(prog)s [options]",
         description="Measure Tercet and other servers side by side, each started in turn on the same model files.",
     )
     parser.add_argument(
