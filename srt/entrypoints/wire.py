@@ -31,6 +31,8 @@ TEXT_ONLY = "prompts and answers are text only"
 """Why fields of images, audio and video are refused."""
 
 _SHOWN_CHARS = 80
+_PROMPT_FIELDS = ("prompt", "text", "messages", "input")
+"""The field of the prompt, which differs from endpoint to endpoint."""
 _MESSAGE_CHARS = 300
 _PATH = re.compile(r" - at `\$\.?([^`]*)`\Z")
 _UNKNOWN = re.compile(r"\AObject contains unknown field `(.*)`\Z", re.DOTALL)
@@ -291,6 +293,8 @@ def _hint(name: str, struct: msgspec.inspect.StructType | None) -> str:
     refused = {other for other, _, _ in _restricted_fields(struct.cls)}
     known = [field.encode_name for field in struct.fields if field.name not in refused]
     near += difflib.get_close_matches(name[:_SHOWN_CHARS], known)
+    if not near and name in _PROMPT_FIELDS:
+        near = [field for field in known if field in _PROMPT_FIELDS]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -213,6 +213,7 @@ def test_another_model_is_not_found(site: Site) -> None:
             "stream_options.include_usages",
             "did you mean include_usage",
         ),
+        ({"messages": []}, "messages", "unknown field 'messages'; did you mean prompt?"),
         ({"prompt": "a", "max_token": 1}, "max_token", "did you mean max_tokens"),
         ({"prompt": "a", "rid": "x" * 257}, "rid", "1 to 256"),
         ({"prompt": "a", "rid": ""}, "rid", "1 to 256"),

@@ -202,6 +202,7 @@ def test_a_streamed_batch_has_an_index(site: Site, body: dict[str, Any]) -> None
             "sampling_params.logit_bias",
             "must be token ids, got 'x'",
         ),
+        ({"prompt": "a"}, "prompt", "unknown field 'prompt'; did you mean text?"),
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature", "got str"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params", "a single object"),
         ({"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params", "a list of 1"),
