@@ -112,8 +112,8 @@ class DecoderLayer:
         prefix = f"layers.{layer_id}."
         qk_norm = None
         if config.qk_norm:
-            of_heads = (params[f"{prefix}{name}.weight"] for name in ("q_norm", "k_norm"))
-            qk_norm = QKNorm(*of_heads, config.rms_norm_eps, norm_after=config.qk_norm == "rotated_heads")
+            q_norm, k_norm = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
+            qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, norm_after=config.qk_norm == "rotated_heads")
         self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.rope = _distinct_ropes(config).index(config.ropes[layer_id])

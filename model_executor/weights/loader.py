@@ -6,6 +6,7 @@ no part of the checkpoint in memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -43,6 +44,8 @@ from .quantization import STORED_BITS_PER_WEIGHT, dummy_form, fp8_form, is_linea
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .stacked_checkpoint import StackedCheckpoint
 from .weight_cache import WeightCache
+
+logger = logging.getLogger(__name__)
 
 # Tensors of old checkpoints that are computed instead of loaded.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -267,6 +270,8 @@ class StoredParameters(Mapping[str, Any]):
         self._parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
         _check_tensors(checkpoint, self._parameters.values())
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
+        if FAMILIES[config.architecture].has_text_config:
+            logger.info("Only text is served: the weights for images in %s are not read", config.model_path)
         ignored = _extra_layers(config)
         extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
         extra = {name for name in extra if not name.startswith(ignored)}

@@ -203,7 +203,7 @@ def _stretch(params: Settings, head_dim: int) -> float:
         raise params.refusal("alpha", f"at most {MAX_POSITIONS}", alpha)
     if head_dim <= 2:
         raise params.unsupported(f"alpha needs heads of more than 2 components, got {head_dim}")
-    return alpha ** (head_dim / (head_dim - 2))
+    return math.pow(alpha, head_dim / (head_dim - 2))
 
 
 def _query_scale(params: Settings, context_len: int) -> QueryScale:

@@ -209,6 +209,14 @@ def test_a_tensor_of_a_language_model_that_is_there_by_two_names(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["ministral3_images", "ministral3"])
+def test_the_log_names_weights_for_images_that_are_not_read(name, tmp_path, caplog):
+    save(make_model(name), tmp_path)
+    with caplog.at_level("INFO"):
+        load(tmp_path)
+    assert ("Only text is served: the weights for images in" in caplog.text) == (name == "ministral3_images")
+
+
 def test_numbers_of_norms_are_computed_in_float32(tmp_path):
     save(make_model("gemma3"), tmp_path)
     stored, loaded = load_file(tmp_path / "model.safetensors"), load(tmp_path, torch.bfloat16)
