@@ -146,7 +146,7 @@ OF_FAMILY = {
     ),
     "arcee": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "ministral3": some(sliding_window=[None, 3, 7], head_dim=[8, 24]),
-    "hunyuan_v1_dense": some(attention_bias=[False, True], head_dim=[8, 24]),
+    "hunyuan_v1_dense": some(attention_bias=[False, True]),
     "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),
     "ernie4_5_moe": st.builds(
         dict.__or__,
@@ -259,7 +259,7 @@ def configs(draw):
         shape |= draw(some(original_max_position_embeddings=[16, 64]))
     if family == "olmoe":  # the norms of transformers have hidden_size / num_attention_heads numbers for each head
         shape.pop("head_dim", None)
-    if family == "mixtral":  # without it, transformers cannot make the frequencies of yarn
+    if family in ("mixtral", "hunyuan_v1_dense"):  # without it, transformers cannot compute with yarn, or at all
         shape.setdefault("head_dim", 16)
     if family == "ministral3":
         kind, rope = "yarn", draw(ministral_ropes())
