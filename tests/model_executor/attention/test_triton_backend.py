@@ -198,7 +198,7 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
     out = layer(1, fused, qk_norm, sinks)(qkv.clone(), cos_sin, batch)
     apart_qkv = qkv.clone()
     if qk_norm is not None and norm == "rows":
-        qk_rmsnorm(apart_qkv, *qk_norm)
+        qk_rmsnorm(apart_qkv, *qk_norm[:3])
     heads = apart_qkv.view(num_tokens, -1, 16)
     rotary(heads, cfg.num_heads, 2, *cos_sin, **(qk_norm._asdict() if qk_norm is not None and norm == "heads" else {}))
     assert torch.equal(out, apart.forward(*heads.split((cfg.num_heads, 2, 2), 1), 1, batch, sinks))
