@@ -170,7 +170,7 @@ def test_the_cache_keeps_compact_weights_apart(tmp_path: Path, monkeypatch: pyte
         return make_runner(config, dtype="bfloat16", cpu_kernels=str(path), **settings)
 
     def matrix_dtype(one: ModelRunner) -> torch.dtype:
-        return one.model.layers[0].gate_up_proj.packed.dtype
+        return one.model.layers[0].inner_proj.packed.dtype
 
     plain, compact = runner("never"), runner("always")
     assert (matrix_dtype(plain), matrix_dtype(compact)) == (torch.bfloat16, torch.uint8)

@@ -116,7 +116,7 @@ def is_mapped(runner: ModelRunner, entry: Path) -> bool:
     layers = runner.model.layers
     matrices = [layer.packed for one in layers for layer in (one.qkv_proj, one.o_proj)]
     matrices += [
-        layer.packed for one in layers if hasattr(one, "down_proj") for layer in (one.gate_up_proj, one.down_proj)
+        layer.packed for one in layers if hasattr(one, "down_proj") for layer in (one.inner_proj, one.down_proj)
     ]
     found = {any(start <= matrix.data_ptr() < end for start, end in places) for matrix in matrices}
     assert len(found) == 1
