@@ -114,5 +114,5 @@ def test_layers_whose_bits_depend_on_the_batch_are_not_used(
     settings = settings_of(config)
     assert settings.onednn
     model = load_runner(settings, config).model
-    layers = [getattr(layer, name) for layer in model.layers for name in ("down_proj", "gate_up_proj", "qkv_proj")]
+    layers = [getattr(layer, name) for layer in model.layers for name in ("down_proj", "inner_proj", "qkv_proj")]
     assert {(part.shape[0], part.shape[1]) for layer in layers for part in layer.parts} <= {one[:2] for one in compared}
