@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_drafts(case.server_args, case.profile, is_replay=options.replay is not None)
         runs = _runs(case, options)
     except OSError as error:
-        parser.error(f"cannot read {error.filename}: {error.strerror}")
+        parser.error(f"cannot read {error.filename}: {error.strerror}" if error.filename else str(error))
     except ValueError as error:
         parser.error(str(error))
     add_tables(result, runs, _traffic_text(options), _engine_text(case))

@@ -23,7 +23,7 @@ from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .lora_layers import LoraTables
 from .output_head import GreedyHead, GreedyLayer, OutputHead, PlainHead
-from .packing import Weight, interleave, pack, pack_bias, pack_gated
+from .packing import PackedWeight, Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import Rotaries, RotationTable, query_scales
 
 _ops = torch.ops.tercet_cpu
@@ -46,8 +46,7 @@ class CpuLinear:
     """`Linear` on packed weights. `to_float`: the result is float32 for every type of x.
 
     The weights have the type of x, or are quantized; for an x of float32 they may also be bfloat16. Those of another
-    type are converted to that of x when they are multiplied. Weights of float32 multiply any x in float32, for which
-    `to_float` must be set. `compact`: see `panels_of`.
+    type are converted to that of x when they are multiplied. `compact`: see `panels_of`.
     """
 
     def __init__(
@@ -59,14 +58,26 @@ class CpuLinear:
         self._to_float = to_float
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        if x.dtype != torch.float32 and self.packed.dtype == torch.float32:
-            assert self._to_float
-            x = _ops.widened(x)
         return _ops.linear(x, self.packed, self.bias, self.num_out, self._to_float)
 
     def argmax(self, x: torch.Tensor, soft_cap: float | None = None) -> torch.Tensor:
         """The column of the first largest number of each row of the float32 result, as `GreedyLayer` says."""
         return _ops.linear_argmax(x, self.packed, self.bias, self.num_out, soft_cap)
+
+
+class CpuFloat32Router(CpuLinear):
+    """A router that has weights of float32 beside an x of bfloat16, which it multiplies in float32."""
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return super().__call__(_ops.widened(x), batch)
+
+
+def router_of(router: RouterWeights, dtype: torch.dtype, *, compact: bool = False) -> CpuLinear:
+    """The layer of a router. `dtype`: the type of x. `compact`: see `panels_of`."""
+    weight = router.weight
+    stored = weight.panels.dtype if isinstance(weight, PackedWeight) else weight.dtype
+    kind = CpuFloat32Router if dtype != torch.float32 and stored == torch.float32 else CpuLinear
+    return kind(weight, router.bias, to_float=True, compact=compact)
 
 
 class CpuGatedLinear:
@@ -300,7 +311,7 @@ class CpuFloatLayers(CpuLayers):
         return CpuLoraGatedLinear(self.gated_linear(weight, bias, activation), tables)
 
     def router(self, router: RouterWeights) -> Layer:
-        return CpuLinear(router.weight, router.bias, to_float=True, compact=self._compact)
+        return router_of(router, self._dtype, compact=self._compact)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return CpuExperts(self.router(router), experts, config, router.corrections, compact=self._compact)

@@ -93,8 +93,10 @@ class FusedHead(PlainHead):
 
 
 class FusedTritonAttention(TritonAttention):
-    """The TritonAttention that is one kernel where its backend can fuse. It cannot scale queries, or
-    normalise after the rotation."""
+    """The TritonAttention that is one kernel where its backend can fuse.
+
+    That kernel cannot scale queries, or normalise after the rotation.
+    """
 
     def __init__(
         self,
@@ -108,16 +110,15 @@ class FusedTritonAttention(TritonAttention):
         super().__init__(layer_id, backend, qk_norm, sinks)
         self._triton = backend
         self._rotates_last = qk_norm is None or not qk_norm.norm_after
+        self._fused_norm = {key: value for key, value in self._norm.items() if key != "norm_after"}
         self._dependent = dependent
 
     def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
         cos, sin, q_scales = cos_sin
-        can_fuse = self._rotates_last and q_scales is None
-        if not can_fuse or not self._triton.can_fuse(batch, qkv.dtype):
+        if not self._rotates_last or q_scales is not None or not self._triton.can_fuse(batch, qkv.dtype):
             return super().__call__(qkv, cos_sin, batch)
-        norm = {key: value for key, value in self._norm.items() if key != "norm_after"}
         return self._triton.attend_fused(
-            self._heads(qkv), cos, sin, self.layer_id, batch, self.sinks, dependent=self._dependent, **norm
+            self._heads(qkv), cos, sin, self.layer_id, batch, self.sinks, dependent=self._dependent, **self._fused_norm
         )
 
 

@@ -11,7 +11,7 @@ from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import Activation
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch
-from .cpu_layers import CpuExperts, CpuLayers, CpuLinear, QuantizedEmbedding, embedding_of
+from .cpu_layers import CpuExperts, CpuLayers, QuantizedEmbedding, embedding_of, router_of
 from .cpu_lora import CpuLoraGatedLinear
 from .experts import ExpertWeights, RouterWeights
 from .kinds import Layer
@@ -92,7 +92,7 @@ class QuantizedLayers(CpuLayers):
         """A router is not quantized."""
         if not self.compiled_experts:
             return super().router(router)
-        return CpuLinear(router.weight, router.bias, to_float=True)
+        return router_of(router, self._dtype)
 
     def embedding(self, weight: Any) -> Layer:
         return embedding_of(weight, self._dtype)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint, make_model, make_wide_model
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.experts import RouterWeights
 from tercet.model_executor.layers.quantized_weight import quantize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.model_runner import ModelRunner
@@ -253,14 +254,14 @@ def test_a_gguf_file_and_its_cached_weights(tmp_path: Path) -> None:
     assert narrow.stat().st_size < 0.6 * wide.stat().st_size
 
 
-def test_a_matrix_of_float32_multiplies_rows_of_bfloat16_in_float32() -> None:
-    from tercet.model_executor.layers.cpu_layers import CpuLinear  # needs the operations
+def test_a_router_of_float32_multiplies_rows_of_bfloat16_in_float32() -> None:
+    from tercet.model_executor.layers.cpu_layers import router_of  # needs the operations
 
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(40, 96, generator=generator), torch.randn(7, 96, generator=generator).bfloat16()
-    layer = CpuLinear(weight, to_float=True)
+    layer, of_floats = (router_of(RouterWeights(weight), dtype) for dtype in (BFLOAT16, FLOAT32))
     found = layer(x)
-    assert found.dtype == FLOAT32 and torch.equal(found, layer(x.float()))
+    assert found.dtype == FLOAT32 and torch.equal(found, of_floats(x.float()))
     torch.testing.assert_close(found, x.float() @ weight.T)
     with pytest.raises(RuntimeError, match="x must be bfloat16, got Float"):
         torch.ops.tercet_cpu.widened(x.float())
