@@ -23,7 +23,7 @@ _SLOW_SLICE_S = 1e-3
 
 
 class HostKVPool(Protocol):
-    """What is asked of a KV pool in the memory of the host; see MHATokenToKVPool."""
+    """What is asked of a KV pool in the memory of the host; see TokenToKVPool."""
 
     @property
     def bytes_per_slot(self) -> int: ...

@@ -13,18 +13,22 @@ _SYSTEM_PAGE = 4096
 """The smallest part of memory, in bytes, that a system provides on first access."""
 
 
-class MHATokenToKVPool:
-    """The KV pool of MHA, GQA and MQA models: K and V of every slot, in two tensors for each layer.
+class TokenToKVPool:
+    """The KV pool: K and V of every slot, in two tensors for each layer.
 
-    `k_buffer[layer]`, `v_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]. The first page is the dummy that
-    padded entries write to. All values start as zero: a slot that was never written must not hold a NaN, because an
-    attention weight of zero times NaN is NaN.
+    `k_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; `v_buffer[layer]`: the same with value_dim. The first
+    page is the dummy that padded entries write to. All values start as zero: a slot that was never written must not
+    hold a NaN, because an attention weight of zero times NaN is NaN.
+
+    In latent attention (MLA, arXiv 2405.04434) the value of a token is the first `latent_dim` components of its key.
+    The pool then stores keys only, and `v_buffer` has views of them.
 
     If `panel` is given, the pool has the panel layout of csrc/cpu/kv_panels.h: blocks of `panel` slots, with `n`
     numbers in a word of 32 bits.
     k_buffer: [blocks, num_kv_heads, head_dim / n, panel, n],
-    v_buffer: [blocks, num_kv_heads, head_dim / panel, panel / n, panel, n].
-    All layers of a block are neighbours in memory, so memory use grows with the number of tokens.
+    v_buffer: [blocks, num_kv_heads, value_dim / panel, panel / n, panel, n].
+    All layers of a block are neighbours in memory, so memory use grows with the number of tokens. Keys and values have
+    different orders in a panel, so the pool then stores the values of latent attention, too.
     """
 
     def __init__(
@@ -37,10 +41,12 @@ class MHATokenToKVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         panel: int | None = None,
+        latent_dim: int | None = None,
     ) -> None:
         """`size`: tokens, without the dummy page. Raises ValueError unless it is a positive multiple of `page_size`.
 
-        `page_size` and `head_dim` must be multiples of `panel`.
+        `page_size`, `head_dim` and `latent_dim` must be multiples of `panel`. `latent_dim`: that of latent attention,
+        which has one KV head; None: values are stored beside keys.
         """
         if page_size < 1 or size < page_size or size % page_size:
             raise ValueError(f"pool size must be a positive multiple of page size {page_size}, got {size}")
@@ -49,45 +55,64 @@ class MHATokenToKVPool:
         self.dtype = dtype
         self._panel = panel
         self._per_word = n = max(4 // dtype.itemsize, 1)
+        self._shares_keys = latent_dim is not None and panel is None
+        """whether values are views of keys"""
         self._whole: torch.Tensor | None = None
         """All values of a pool in panels."""
+        assert latent_dim is None or (num_kv_heads == 1 and latent_dim <= head_dim)
+        value_dim = head_dim if latent_dim is None else latent_dim
         device = torch.device(device)
         layers, slots = range(num_layers), size + page_size
         if panel is None:
             shape = (slots, num_kv_heads, head_dim)
             self.k_buffer = [_zeros(shape, dtype, device) for _ in layers]
-            self.v_buffer = [_zeros(shape, dtype, device) for _ in layers]
+            if self._shares_keys:
+                self.v_buffer = [keys[..., :value_dim] for keys in self.k_buffer]
+            else:
+                self.v_buffer = [_zeros(shape, dtype, device) for _ in layers]
             return
-        assert page_size % panel == head_dim % panel == 0, (page_size, head_dim, panel)
+        assert page_size % panel == head_dim % panel == value_dim % panel == 0, (page_size, head_dim, value_dim, panel)
         blocks = slots // panel, num_kv_heads
-        both = _zeros((blocks[0], num_layers, 2, num_kv_heads * panel * head_dim), dtype, device)
-        self._whole = both
-        self.k_buffer = [both[:, layer, 0].view(*blocks, head_dim // n, panel, n) for layer in layers]
-        self.v_buffer = [both[:, layer, 1].view(*blocks, head_dim // panel, panel // n, panel, n) for layer in layers]
+        sizes = [num_kv_heads * panel * dim for dim in (head_dim, value_dim)]
+        self._whole = _zeros((blocks[0], num_layers, sum(sizes)), dtype, device)
+        both = [self._whole[:, layer].split(sizes, dim=1) for layer in layers]
+        self.k_buffer = [k.view(*blocks, head_dim // n, panel, n) for k, _ in both]
+        self.v_buffer = [v.view(*blocks, value_dim // panel, panel // n, panel, n) for _, v in both]
 
     @staticmethod
-    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """The size of one slot in bytes: K and V of all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    def bytes_per_token(
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        panel: int | None = None,
+        latent_dim: int | None = None,
+    ) -> int:
+        """The size of one slot in bytes: what is stored for all layers. The arguments are those of the pool."""
+        value_dim = head_dim if latent_dim is None else latent_dim if panel is not None else 0
+        return num_layers * num_kv_heads * (head_dim + value_dim) * dtype.itemsize
 
     def set_kv(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v: [T, num_kv_heads, head_dim] at slots: int64 [T], cast to the pool's dtype.
+        """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] at slots: int64 [T], cast to the
+        pool's dtype.
 
-        The slots are distinct, except the dummy slot, which keeps the last write.
+        The slots are distinct, except the dummy slot, which keeps the last write. In latent attention v is the first
+        components of k.
         """
         k, v = k.to(self.dtype), v.to(self.dtype)
         if self._panel is None:
             self.k_buffer[layer][slots] = k
-            self.v_buffer[layer][slots] = v
+            if not self._shares_keys:
+                self.v_buffer[layer][slots] = v
             return
-        tokens, heads, dim = k.shape
+        tokens, heads, _ = k.shape
         block, at = slots // self._panel, slots % self._panel
-        self.k_buffer[layer][block, :, :, at] = k.reshape(tokens, heads, dim // self._per_word, self._per_word)
+        self.k_buffer[layer][block, :, :, at] = k.reshape(tokens, heads, -1, self._per_word)
         word, half = at // self._per_word, at % self._per_word
-        self.v_buffer[layer][block, :, :, word, :, half] = v.reshape(tokens, heads, dim // self._panel, self._panel)
+        self.v_buffer[layer][block, :, :, word, :, half] = v.reshape(tokens, heads, -1, self._panel)
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read k, v: [T, num_kv_heads, head_dim] of slots: int64 [T]."""
+        """Read k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] of slots: int64 [T]."""
         k, v = self.k_buffer[layer], self.v_buffer[layer]
         if self._panel is None:
             return k[slots], v[slots]
@@ -99,7 +124,8 @@ class MHATokenToKVPool:
     def _page_views(self) -> list[torch.Tensor]:
         """The pool as bytes: uint8 tensors [pages, n], whose rows of one page together are the page."""
         num_pages = self.size // self.page_size + 1
-        tensors = [*self.k_buffer, *self.v_buffer] if self._whole is None else [self._whole]
+        values = [] if self._shares_keys else self.v_buffer
+        tensors = [*self.k_buffer, *values] if self._whole is None else [self._whole]
         return [tensor.view(num_pages, -1).view(torch.uint8) for tensor in tensors]
 
     @property

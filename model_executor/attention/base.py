@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ...srt.errors import ModelNotSupported
 from ...srt.model_files.rope_config import RopeConfig
 from ..forward_batch import ForwardBatch
@@ -31,6 +31,9 @@ class AttentionSpec:
     """scores become soft_cap * tanh(score / soft_cap), before masks and sinks (Gemma 2); None: no cap"""
     has_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value (GPT-OSS)"""
+    latent_dim: int | None = None
+    """Of latent attention (MLA, arXiv 2405.04434), whose one KV head serves all query heads: the value of a token is
+    the first `latent_dim` components of its key. None: each token has values beside its keys."""
 
 
 class AttentionBackend(ABC):
@@ -44,18 +47,21 @@ class AttentionBackend(ABC):
 
     name: str
 
-    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> None:
         """`specs`: one per layer. Raises ModelNotSupported for a spec that this backend cannot compute."""
         first = specs[0]
         for spec in specs:
-            if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (
+            if (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.latent_dim) != (
                 first.num_heads,
                 first.num_kv_heads,
                 first.head_dim,
+                first.latent_dim,
             ):
                 raise ModelNotSupported(f"attention backend {self.name} needs the same kind of heads in all layers")
         self.kv_pool = kv_pool
         self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        self.latent_dim = first.latent_dim
+        self.value_dim = first.head_dim if first.latent_dim is None else first.latent_dim
         self.scales = [spec.scale for spec in specs]
         """[num_layers]"""
         self.sliding_windows = [spec.window for spec in specs]
@@ -95,7 +101,7 @@ class AttentionBackend(ABC):
     def attend(
         self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute attention for q: [T, num_heads, head_dim], rotated. Returns [T, num_heads * head_dim].
+        """Compute attention for q: [T, num_heads, head_dim], rotated. Returns [T, num_heads * value_dim].
 
         The last dimension of q is contiguous; the others may have any strides, because q is often a view of the fused
         projection. The pool already holds K and V of the new tokens, at `batch.out_cache_loc`. sinks: the logit of each
@@ -117,7 +123,8 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store k, v: [T, num_kv_heads, head_dim] at `batch.out_cache_loc`, then call `attend`.
+        """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] at `batch.out_cache_loc`, then call
+        `attend`.
 
         k is rotated. The strides of k and v are as free as those of q.
         """

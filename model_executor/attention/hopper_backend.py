@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ...srt.errors import ModelNotSupported
 from ..forward_batch import ForwardBatch
 from ..kernels.hopper_extend import hopper_extend_attention
@@ -19,7 +19,7 @@ from .triton_backend import TritonAttentionBackend
 class HopperAttentionBackend(TritonAttentionBackend):
     """Requests with several new tokens use `hopper_extend_attention`, and others what TritonAttentionBackend uses."""
 
-    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> None:
         super().__init__(specs, kv_pool)
         if any(spec.window is not None for spec in specs):
             raise ModelNotSupported("--hopper-prefill has no kernel for sliding windows: leave it out")

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import torch
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from .. import cpu_extension
 from ..kernels.tuning import INTERPRETER, arch_of, extend_tile
 from .base import AttentionBackend, AttentionSpec
@@ -63,7 +63,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, backend: str) -> torch.dtype
 
 
 def kv_panel(backend: str, page_size: int, head_dim: int, dtype: torch.dtype) -> int | None:
-    """The panel of the KV pool in slots, or None if the pool has no panels (`MHATokenToKVPool`).
+    """The panel of the KV pool in slots, or None if the pool has no panels (`TokenToKVPool`).
 
     `backend`: a name from `resolve_attention_backend`.
     """
@@ -85,7 +85,7 @@ def default_page_size(backend: str, head_dim: int, kv_dtype: torch.dtype, device
     return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, kv_dtype) is None else PAGE_OF_PANELS
 
 
-def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> AttentionBackend:
+def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> AttentionBackend:
     """Make the backend called `name`: HOPPER, or a result of `resolve_attention_backend`. `specs`: one per layer."""
     module, cls = _BACKENDS[name]
     backend = getattr(import_module(f".{module}", _PACKAGE), cls)(specs, kv_pool)

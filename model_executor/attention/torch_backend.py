@@ -2,7 +2,8 @@
 
 Rows with one new token are grouped into padded rectangles, and each rectangle is one call. The query heads of a KV head
 are folded into the query length, so that keys are not repeated. Each row with several new tokens is one call. torch's
-attention has neither sinks nor soft caps, so layers with one of them compute the softmax in steps.
+attention has neither sinks nor soft caps, so layers with one of them compute the softmax in steps. So does latent
+attention, whose keys and values differ in size: for them torch's operation would hold all scores at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ..forward_batch import ForwardBatch
 from ..step import Int32Array
 from .base import AttentionBackend, AttentionSpec
@@ -76,7 +77,7 @@ class TorchAttentionBackend(AttentionBackend):
 
     name = "torch"
 
-    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> None:
         super().__init__(specs, kv_pool)
         self._plans: dict[int | None, _Plan] = {}
         # index_select over flat rows is one memcpy per slot, several times faster than indexing [slot, head, dim].
@@ -154,7 +155,7 @@ class TorchAttentionBackend(AttentionBackend):
         plan = self._plans[self.sliding_windows[layer_id]]
         if len(plan.rectangles) == 1 and plan.rectangles[0].tokens is None:
             return self._attend_rectangle(q, plan.rectangles[0], layer_id, sinks)
-        out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
+        out = q.new_empty(q.shape[0], self.num_heads * self.value_dim)
         for rectangle in plan.rectangles:
             assert rectangle.tokens is not None
             out[rectangle.tokens] = self._attend_rectangle(q[rectangle.tokens], rectangle, layer_id, sinks)
@@ -162,17 +163,22 @@ class TorchAttentionBackend(AttentionBackend):
             out[span.start : span.end] = self._attend_span(q[span.start : span.end], span, layer_id, sinks)
         return out
 
+    def _in_steps(self, layer_id: int) -> bool:
+        """Whether the layer computes the softmax in steps."""
+        is_capped = self.soft_caps[layer_id] is not None
+        return is_capped or self._have_sinks[layer_id] or self.latent_dim is not None
+
     def _attend_rectangle(
         self, q: torch.Tensor, rectangle: _Rectangle, layer_id: int, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         num_rows = q.shape[0]
         grouped = q.reshape(num_rows, self.num_kv_heads, -1, self.head_dim)  # [b, kv_heads, group, head_dim]
-        shape = (num_rows, -1, self.num_kv_heads, self.head_dim)
-        k = self._keys[layer_id].index_select(0, rectangle.slots).view(shape).transpose(1, 2)
-        v = self._values[layer_id].index_select(0, rectangle.slots).view(shape).transpose(1, 2)
+        shape = (num_rows, -1, self.num_kv_heads)
+        k = self._keys[layer_id].index_select(0, rectangle.slots).view(*shape, self.head_dim).transpose(1, 2)
+        v = self._values[layer_id].index_select(0, rectangle.slots).view(*shape, self.value_dim).transpose(1, 2)
         scale = self.scales[layer_id]
         soft_cap = self.soft_caps[layer_id]
-        if sinks is not None or soft_cap is not None:
+        if self._in_steps(layer_id):
             mask = None if rectangle.mask is None else rectangle.mask[:, 0]
             return _attend_in_steps(grouped[:, :, :, None], k, v, mask, scale, soft_cap, sinks).reshape(num_rows, -1)
         out = F.scaled_dot_product_attention(
@@ -181,12 +187,12 @@ class TorchAttentionBackend(AttentionBackend):
         return out.reshape(num_rows, -1)
 
     def _attend_span(self, q: torch.Tensor, span: _Span, layer_id: int, sinks: torch.Tensor | None) -> torch.Tensor:
-        shape = (-1, self.num_kv_heads, self.head_dim)
-        k = self._keys[layer_id].index_select(0, span.slots).view(shape).transpose(0, 1)[None]
-        v = self._values[layer_id].index_select(0, span.slots).view(shape).transpose(0, 1)[None]
+        shape = (-1, self.num_kv_heads)
+        k = self._keys[layer_id].index_select(0, span.slots).view(*shape, self.head_dim).transpose(0, 1)[None]
+        v = self._values[layer_id].index_select(0, span.slots).view(*shape, self.value_dim).transpose(0, 1)[None]
         scale = self.scales[layer_id]
         soft_cap = self.soft_caps[layer_id]
-        if sinks is not None or soft_cap is not None:
+        if self._in_steps(layer_id):
             mask = span.mask
             if mask is None:
                 mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_()
@@ -214,16 +220,17 @@ def _attend_in_steps(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with a soft cap or sinks, in float32: q [b, kv_heads, group, T, head_dim] -> the same shape.
+    """Attention in float32, its softmax in steps: q [b, kv_heads, group, T, head_dim] -> the same with value_dim.
 
-    k, v: [b, kv_heads, L, head_dim]. mask: bool [b, T, L]; None: all positions. sinks: float32 [kv_heads * group].
+    k: [b, kv_heads, L, head_dim]. v: [b, kv_heads, L, value_dim]. mask: bool [b, T, L]; None: all positions. sinks:
+    float32 [kv_heads * group].
     """
     num_rows, num_kv_heads, group, num_tokens, _ = q.shape
     # One copy each, in the order of the products.
     k, v = (torch.empty(kv.shape, dtype=torch.float32, device=kv.device).copy_(kv) for kv in (k, v))
     if sinks is not None:
         sinks = sinks.view(num_kv_heads, group, 1, 1)
-    out = q.new_empty(q.shape)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
     at_once = max(1, _MAX_SCORES // (num_rows * num_kv_heads * group * k.shape[2]))
     for begin in range(0, num_tokens, at_once):
         part = slice(begin, begin + at_once)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ..forward_batch import ForwardBatch
 from ..kernels.decode_attention import decode_attention
 from ..kernels.extend_attention import extend_attention, extend_work, max_part_bytes
@@ -58,7 +58,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     name = "triton"
 
-    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> None:
         super().__init__(specs, kv_pool)
         arch = arch_of(kv_pool.k_buffer[0].device)
         fp32, fp8 = kv_pool.dtype == torch.float32, kv_pool.dtype == torch.float8_e4m3fn

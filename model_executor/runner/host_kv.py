@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ...srt.machine.huge_pages import zeroed
 from ..device.accelerator import Accelerator, Event
 from ..device.device_buffers import Uploads
@@ -34,7 +34,7 @@ _MAX_FETCHED, _MAX_BROUGHT = 8, 2
 
 
 def device_bytes(page_bytes: int) -> int:
-    """The device memory in bytes that the copies take on a GPU. `page_bytes`: as of `MHATokenToKVPool`."""
+    """The device memory in bytes that the copies take on a GPU. `page_bytes`: as of `TokenToKVPool`."""
     # While a batch is gathered, its parts take as much once more.
     return (_MAX_FETCHED + 1 + _MAX_BROUGHT) * _pages_of_batch(page_bytes) * page_bytes
 
@@ -59,7 +59,7 @@ class HostKV:
     """Host memory of `num_blocks` blocks of `block_len` tokens beside a KV pool."""
 
     def __init__(
-        self, kv_pool: MHATokenToKVPool, settings: HostKVSettings, uploads: Uploads, accelerator: Accelerator | None
+        self, kv_pool: TokenToKVPool, settings: HostKVSettings, uploads: Uploads, accelerator: Accelerator | None
     ) -> None:
         """Raises ValueError for a size that makes no sense, and if the system refuses the memory."""
         pages_per_block = -(-_BLOCK_LEN // kv_pool.page_size)

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ...srt import env
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
@@ -132,7 +132,7 @@ class _RunnerBuilder:
             self.uploads,
             use_kernels=settings.attention_backend == "triton",
         )
-        self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
+        self.bytes_per_token = TokenToKVPool.bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, settings.kv_dtype
         )
 
@@ -261,10 +261,10 @@ class _RunnerBuilder:
         runner.adapters = self.adapters
         return runner
 
-    def _kv_pool(self, num_tokens: int) -> MHATokenToKVPool:
+    def _kv_pool(self, num_tokens: int) -> TokenToKVPool:
         settings, config = self.settings, self.config
         try:
-            return MHATokenToKVPool(
+            return TokenToKVPool(
                 num_tokens,
                 settings.page_size,
                 config.num_layers,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ...srt.model_files.model_config import ModelConfig
 from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator
@@ -57,7 +57,7 @@ class ModelRunner:
         config: ModelConfig,
         model: Model,
         attention: AttentionBackend,
-        kv_pool: MHATokenToKVPool,
+        kv_pool: TokenToKVPool,
         table: SlotTable,
         sampler: Sampler,
         uploads: Uploads,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from patience import PATIENCE_S
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 
 
-def make_pool(page_size: int = 4, dtype: torch.dtype = torch.bfloat16) -> MHATokenToKVPool:
-    return MHATokenToKVPool(16, page_size, num_layers=2, num_kv_heads=3, head_dim=8, dtype=dtype, device="cpu")
+def make_pool(page_size: int = 4, dtype: torch.dtype = torch.bfloat16) -> TokenToKVPool:
+    return TokenToKVPool(16, page_size, num_layers=2, num_kv_heads=3, head_dim=8, dtype=dtype, device="cpu")
 
 
 def test_every_slot_of_the_allocator_and_the_dummy_page_have_a_place() -> None:
@@ -36,7 +36,7 @@ def test_set_kv_writes_one_layer_at_the_slots_and_casts() -> None:
 
 @pytest.mark.parametrize("panel", [None, 16])
 def test_touching_writes_zeros_to_the_pages_of_these_slots_only(panel: int | None) -> None:
-    pool = MHATokenToKVPool(
+    pool = TokenToKVPool(
         96, 32, num_layers=2, num_kv_heads=3, head_dim=32, dtype=torch.float32, device="cpu", panel=panel
     )
     pages = torch.arange(4)
@@ -44,13 +44,32 @@ def test_touching_writes_zeros_to_the_pages_of_these_slots_only(panel: int | Non
     pool.touch(64, 96)
     is_written = (pool.read_pages(pages) == 0).any(dim=1)
     assert is_written.tolist() == [False, False, True, False]
-    assert pool.bytes_per_slot == MHATokenToKVPool.bytes_per_token(2, 3, 32, torch.float32)
+    assert pool.bytes_per_slot == TokenToKVPool.bytes_per_token(2, 3, 32, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_latent_attention_are_the_first_components_of_keys(dtype: torch.dtype) -> None:
+    sizes = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 48, "dtype": dtype, "latent_dim": 32}
+    plain, panels = TokenToKVPool(64, 32, **sizes, device="cpu"), TokenToKVPool(64, 32, **sizes, device="cpu", panel=16)
+    k = torch.randn(5, 1, 48).to(dtype)
+    slots = torch.tensor([32, 95, 70, 71, 49])
+    for pool in (plain, panels):
+        pool.set_kv(1, slots, k, k[..., :32])
+        read_k, read_v = pool.get_kv(1, slots)
+        assert torch.equal(read_k, k) and torch.equal(read_v, k[..., :32])
+        assert not pool.k_buffer[0].any() and not pool.v_buffer[0].any()
+        # a page that is copied takes keys and values along
+        pool.write_pages(torch.tensor([1]), pool.read_pages(torch.tensor([2])))
+        read_k, read_v = pool.get_kv(1, slots[1:4] - 32)
+        assert torch.equal(read_k, k[1:4]) and torch.equal(read_v, k[1:4, :, :32])
+    assert plain.bytes_per_slot == TokenToKVPool.bytes_per_token(**sizes) == 2 * 48 * dtype.itemsize
+    assert panels.bytes_per_slot == TokenToKVPool.bytes_per_token(**sizes, panel=16) == 2 * 80 * dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_in_panels_holds_the_same(dtype: torch.dtype) -> None:
     sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 32, "dtype": dtype, "device": "cpu"}
-    plain, panels = MHATokenToKVPool(96, 32, **sizes), MHATokenToKVPool(96, 32, **sizes, panel=16)
+    plain, panels = TokenToKVPool(96, 32, **sizes), TokenToKVPool(96, 32, **sizes, panel=16)
     k, v = torch.randn(2, 5, 3, 32)
     slots = torch.tensor([32, 127, 70, 71, 49])
     for pool in (plain, panels):
@@ -59,7 +78,7 @@ def test_a_pool_in_panels_holds_the_same(dtype: torch.dtype) -> None:
     for layer in (0, 1):
         for ours, theirs in zip(panels.get_kv(layer, everywhere), plain.get_kv(layer, everywhere), strict=True):
             assert torch.equal(ours, theirs)
-    assert sum(b.nbytes for b in panels.k_buffer + panels.v_buffer) == 128 * MHATokenToKVPool.bytes_per_token(
+    assert sum(b.nbytes for b in panels.k_buffer + panels.v_buffer) == 128 * TokenToKVPool.bytes_per_token(
         2, 3, 32, dtype
     )
     # numbers of a key that are multiplied together lie together, next to those of the next slot; so do two values
@@ -72,13 +91,13 @@ def test_a_pool_in_panels_holds_the_same(dtype: torch.dtype) -> None:
 def test_bytes_per_token_is_what_the_buffers_take(dtype: torch.dtype) -> None:
     pool = make_pool(dtype=dtype)
     total = sum(buffer.nbytes for buffer in pool.k_buffer + pool.v_buffer)
-    assert total == 20 * MHATokenToKVPool.bytes_per_token(2, 3, 8, dtype)
+    assert total == 20 * TokenToKVPool.bytes_per_token(2, 3, 8, dtype)
 
 
 @pytest.mark.parametrize(("size", "page_size"), [(10, 4), (0, 1), (4, 0)])
 def test_a_ragged_pool_is_refused(size: int, page_size: int) -> None:
     with pytest.raises(ValueError, match="multiple of page size"):
-        MHATokenToKVPool(size, page_size, 1, 1, 8, torch.float32, "cpu")
+        TokenToKVPool(size, page_size, 1, 1, 8, torch.float32, "cpu")
 
 
 def test_the_rest_of_the_folder_loads_without_torch() -> None:

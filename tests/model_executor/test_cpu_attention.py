@@ -12,7 +12,7 @@ from cpu_ops import DTYPES, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import PAGE_OF_PANELS
 
@@ -56,7 +56,7 @@ class Problem:
         _, kv_heads, head_dim = self.k.shape
         panel = cpu_extension.kv_panel(self.k.dtype, head_dim)
         pages = -(-max(self.lens) // PAGE_OF_PANELS)
-        pool = MHATokenToKVPool(
+        pool = TokenToKVPool(
             pages * PAGE_OF_PANELS * len(self.lens), PAGE_OF_PANELS, 1, kv_heads, head_dim, self.k.dtype, "cpu", panel
         )
         for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -10,7 +10,7 @@ from cpu_ops import DTYPES, TOLERANCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import PAGE_OF_PANELS
 from tercet.model_executor.layers.layernorm import HeadNorm, RowNorm
@@ -94,7 +94,7 @@ def test_rotate_and_store_in_panels(dtype, head_dim):
     positions = torch.arange(len(slots))
     cos_sin = make_rotary(RopeConfig(theta=1e4), head_dim, context)(positions).cos_sin
     plain, in_panels = (
-        MHATokenToKVPool(8 * PAGE_OF_PANELS, PAGE_OF_PANELS, 1, kv_heads, head_dim, dtype, "cpu", kind)
+        TokenToKVPool(8 * PAGE_OF_PANELS, PAGE_OF_PANELS, 1, kv_heads, head_dim, dtype, "cpu", kind)
         for kind in (None, panel)
     )
     for pool in (plain, in_panels):

@@ -19,7 +19,7 @@ from backend_steps import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import create_attention_backend
 from tercet.model_executor.layers.kinds import layers_for
@@ -33,9 +33,9 @@ def table_of(num_rows: int, g: torch.Generator) -> torch.Tensor:
     return (torch.randperm(NUM_SLOTS, generator=g)[: num_rows * CONTEXT].view(num_rows, CONTEXT) + 1).int()
 
 
-def pool(dtype: torch.dtype, seed: int) -> MHATokenToKVPool:
+def pool(dtype: torch.dtype, seed: int) -> TokenToKVPool:
     """A pool whose tokens all have K and V."""
-    made = MHATokenToKVPool(NUM_SLOTS, 1, 2, 2, 16, dtype, "cpu")
+    made = TokenToKVPool(NUM_SLOTS, 1, 2, 2, 16, dtype, "cpu")
     g = torch.Generator().manual_seed(seed)
     for buffer in (*made.k_buffer, *made.v_buffer):
         buffer.copy_(torch.randn(buffer.shape, generator=g))

@@ -12,7 +12,7 @@ from backend_steps import random_sinks, with_caps, with_sinks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import torch_backend
 from tercet.model_executor.attention.registry import (
@@ -111,16 +111,18 @@ def test_equals_attention_written_out(data):
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
 
     config = make_config(num_kv_heads * group, num_kv_heads, windows)
-    pool = MHATokenToKVPool(POOL, 1, len(windows), num_kv_heads, 8, torch.float32, "cpu")
+    latent_dim = data.draw(st.sampled_from([None, 6])) if num_kv_heads == 1 else None
+    pool = TokenToKVPool(POOL, 1, len(windows), num_kv_heads, 8, torch.float32, "cpu", latent_dim=latent_dim)
     batch = make_batch(mode, seq_lens, extend_lens, rng)
     used = torch.cat([batch.req_to_token[r, :n] for r, n in zip(batch.rows, seq_lens, strict=True)]).long()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer[1:] = float("nan")  # what belongs to nobody must not be touched
-        buffer[used] = torch.randn(len(used), num_kv_heads, 8, generator=generator)
+        buffer[used] = torch.randn(len(used), *buffer.shape[1:], generator=generator)
     have_sinks = data.draw(st.lists(st.booleans(), min_size=len(windows), max_size=len(windows)))
     sinks = [random_sinks(config.num_heads, layer) if has else None for layer, has in enumerate(have_sinks)]
     caps = data.draw(st.lists(st.sampled_from([None, 0.5, 4.0]), min_size=len(windows), max_size=len(windows)))
     specs = with_caps(with_sinks(family_of(config).attention(config), sinks), caps)
+    specs = [dataclasses.replace(spec, latent_dim=latent_dim) for spec in specs]
     backend = create_attention_backend("torch", specs, pool)
     backend.plan(batch)
     for layer, window in enumerate(windows):
@@ -128,6 +130,8 @@ def test_equals_attention_written_out(data):
         # views of one fused projection, as the model has them
         qkv = torch.randn(num_tokens, num_kv_heads * (group + 2), 8, generator=generator) * 2
         q, k, v = qkv.split([num_kv_heads * group, num_kv_heads, num_kv_heads], 1)
+        if latent_dim is not None:
+            v = k[..., :latent_dim]
         with mock.patch.object(torch_backend, "_MAX_SCORES", data.draw(st.sampled_from([1, 1000, 1 << 22]))):
             out = backend.forward(q, k, v, layer, batch, sinks[layer])
         assert torch.equal(pool.k_buffer[layer][batch.out_cache_loc], k)
@@ -140,7 +144,7 @@ def test_equals_attention_written_out(data):
 def test_a_layer_that_lacks_its_sinks_is_an_error():
     config = make_config(2, 1, [None])
     specs = [dataclasses.replace(spec, has_sinks=True) for spec in family_of(config).attention(config)]
-    pool = MHATokenToKVPool(16, 1, 1, 1, 8, torch.float32, "cpu")
+    pool = TokenToKVPool(16, 1, 1, 1, 8, torch.float32, "cpu")
     batch = make_batch(ForwardMode.DECODE, [3], [1], np.random.default_rng(0))
     backend = create_attention_backend("torch", specs, pool)
     backend.plan(batch)
@@ -172,6 +176,6 @@ def test_names():
 def test_layers_with_other_heads_are_refused():
     config = make_config(2, 1, [None, None])
     first, second = family_of(config).attention(config)
-    pool = MHATokenToKVPool(16, 1, 2, 1, 8, torch.float32, "cpu")
+    pool = TokenToKVPool(16, 1, 2, 1, 8, torch.float32, "cpu")
     with pytest.raises(ModelNotSupported, match="torch needs the same kind of heads"):
         create_attention_backend("torch", [first, dataclasses.replace(second, head_dim=16)], pool)

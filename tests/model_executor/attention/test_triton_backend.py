@@ -23,7 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor.attention import triton_backend
 from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
@@ -40,8 +40,8 @@ from tercet.model_executor.models.family import family_of
 from tercet.srt.model_files.rope_config import RopeConfig
 
 
-def pool(dtype: torch.dtype, page_size: int = 1) -> MHATokenToKVPool:
-    return MHATokenToKVPool(NUM_SLOTS, page_size, 2, 2, 16, dtype, "cpu")
+def pool(dtype: torch.dtype, page_size: int = 1) -> TokenToKVPool:
+    return TokenToKVPool(NUM_SLOTS, page_size, 2, 2, 16, dtype, "cpu")
 
 
 @settings(max_examples=examples(10))
@@ -138,7 +138,7 @@ def test_requests_with_more_splits_than_the_pool_are_divided_among_launches(prom
         decode_attention(*arguments, **options)
 
     def outs(backend: Callable[..., AttentionBackend]) -> list[torch.Tensor]:
-        made = backend(specs, MHATokenToKVPool(128, 1, 2, 2, 16, torch.float32, "cpu"))
+        made = backend(specs, TokenToKVPool(128, 1, 2, 2, 16, torch.float32, "cpu"))
         for buffer in (*made.kv_pool.k_buffer, *made.kv_pool.v_buffer):
             buffer.copy_(past)
         launches.clear()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from backend_steps import NUM_SLOTS, Row, attend, config, make_batch, with_caps, with_sinks
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor.attention import hopper_backend
 from tercet.model_executor.attention.registry import HOPPER, create_attention_backend
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
@@ -26,8 +26,8 @@ CONFIG = dataclasses.replace(config(group=3, window=None), sliding_windows=(None
 PAGE_SIZE = 16
 
 
-def pool() -> MHATokenToKVPool:
-    return MHATokenToKVPool(NUM_SLOTS, PAGE_SIZE, 2, 2, 16, torch.float32, "cpu")
+def pool() -> TokenToKVPool:
+    return TokenToKVPool(NUM_SLOTS, PAGE_SIZE, 2, 2, 16, torch.float32, "cpu")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from gguf_models import Kind, write_gguf
 from tiny_models import make_model, make_wide_experts, save
 from toy_runner import TOY
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import create_attention_backend
 from tercet.model_executor.forward_batch import ForwardBatch
@@ -45,7 +45,7 @@ class Rank:
         family = family_of(config)
         forms = quantized_forms(config, quantization, shard)
         parameters = load_parameters(config, torch.float32, CPU, forms=forms, shard=shard)
-        pool = MHATokenToKVPool(64, 1, own.num_layers, own.num_kv_heads, own.head_dim, torch.float32, CPU)
+        pool = TokenToKVPool(64, 1, own.num_layers, own.num_kv_heads, own.head_dim, torch.float32, CPU)
         self.attention = create_attention_backend(backend, family.attention(own), pool)
         layers = layers_for(backend, torch.float32, quantized=quantization is not None)
         self.model = family.build(own, parameters, self.attention, layers, config.context_len)

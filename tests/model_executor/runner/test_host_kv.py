@@ -15,7 +15,7 @@ from scheduler_rig import Rig
 from tier_asks import settle, settle_copies
 from toy_runner import make_toy_runner
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor.device.device_buffers import Uploads
 from tercet.model_executor.device.dtypes import dtype_name
 from tercet.model_executor.device.memory import Memory
@@ -33,9 +33,9 @@ def i32(values: object) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def make_pool(dtype: str, page_size: int, panel: int | None) -> MHATokenToKVPool:
+def make_pool(dtype: str, page_size: int, panel: int | None) -> TokenToKVPool:
     """A pool of random bits, NaN included."""
-    pool = MHATokenToKVPool(SIZE, page_size, 3, 2, 32, getattr(torch, dtype), "cpu", panel)
+    pool = TokenToKVPool(SIZE, page_size, 3, 2, 32, getattr(torch, dtype), "cpu", panel)
     generator = torch.Generator().manual_seed(0)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         bits = buffer.view(DTYPES[dtype])
@@ -43,7 +43,7 @@ def make_pool(dtype: str, page_size: int, panel: int | None) -> MHATokenToKVPool
     return pool
 
 
-def bits(pool: MHATokenToKVPool, pages: np.ndarray) -> torch.Tensor:
+def bits(pool: TokenToKVPool, pages: np.ndarray) -> torch.Tensor:
     slots = torch.from_numpy((pages[:, None] * pool.page_size + np.arange(pool.page_size)).reshape(-1)).long()
     kind = DTYPES[dtype_name(pool.dtype)]
     return torch.stack([part.view(kind) for layer in range(3) for part in pool.get_kv(layer, slots)])

@@ -19,7 +19,7 @@ from runner_driver import RunnerDriver
 from runners import make_runner, make_settings
 from some_cases import crossed
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import torch_backend
 from tercet.model_executor.device.memory import Memory
@@ -160,7 +160,7 @@ def test_what_sinks_and_soft_caps_take_on_torch_is_kept_for_them(dtype, windows,
     config = replace(CONFIG, num_layers=1, sliding_windows=windows)
     sinks = torch.zeros(config.num_heads)
     specs = with_caps(with_sinks(family_of(config).attention(config), [sinks]), [5.0])
-    pool = MHATokenToKVPool(4096, 1, 1, config.num_kv_heads, config.head_dim, dtype, "cpu")
+    pool = TokenToKVPool(4096, 1, 1, config.num_kv_heads, config.head_dim, dtype, "cpu")
     backend = torch_backend.TorchAttentionBackend(specs, pool)
     table = torch.arange(rows * context, dtype=torch.int32).view(rows, context)
     requests = [Row(row, context - row) for row in range(rows)]

@@ -15,7 +15,7 @@ from serving_shapes import SHAPES, Shape, meta, operands, options
 from triton_aot import recorded
 from triton_interpreter import examples
 
-from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor.attention import triton_backend
 from tercet.model_executor.attention.base import AttentionSpec
 from tercet.model_executor.attention.triton_backend import TritonAttentionBackend
@@ -148,7 +148,7 @@ def test_a_server_keeps_room_for_decoding_requests_that_share_a_prefix(
 def llama_1b(pool_tokens: int) -> TritonAttentionBackend:
     """The attention of a layer of Llama-3.2-1B, without values."""
     spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=64, scale=0.125, rope=RopeConfig())
-    pool = MHATokenToKVPool(pool_tokens, 64, 1, 8, 64, torch.bfloat16, torch.device("meta"))
+    pool = TokenToKVPool(pool_tokens, 64, 1, 8, 64, torch.bfloat16, torch.device("meta"))
     return TritonAttentionBackend([spec], pool)
 
 
