@@ -73,11 +73,12 @@ class TokenToKVPool:
             return
         assert page_size % panel == head_dim % panel == value_dim % panel == 0, (page_size, head_dim, value_dim, panel)
         blocks = slots // panel, num_kv_heads
-        sizes = [num_kv_heads * panel * dim for dim in (head_dim, value_dim)]
-        self._whole = _zeros((blocks[0], num_layers, sum(sizes)), dtype, device)
-        both = [self._whole[:, layer].split(sizes, dim=1) for layer in layers]
-        self.k_buffer = [k.view(*blocks, head_dim // n, panel, n) for k, _ in both]
-        self.v_buffer = [v.view(*blocks, value_dim // panel, panel // n, panel, n) for _, v in both]
+        of_keys, of_values = (num_kv_heads * panel * dim for dim in (head_dim, value_dim))
+        both = _zeros((blocks[0], num_layers, of_keys + of_values), dtype, device)
+        self._whole = both
+        keys, values = both[..., :of_keys], both[..., of_keys:]
+        self.k_buffer = [keys[:, layer].view(*blocks, head_dim // n, panel, n) for layer in layers]
+        self.v_buffer = [values[:, layer].view(*blocks, value_dim // panel, panel // n, panel, n) for layer in layers]
 
     @staticmethod
     def bytes_per_token(
