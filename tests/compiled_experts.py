@@ -20,12 +20,16 @@ MODELS = {
     "mixtral-8x7b": (4096, 14336, 8, 2, True),
     "gpt-oss-20b": (2880, 2880, 32, 4, True),
     "glm-4.5-air": (4096, 1408, 128, 8, True),
+    "deepseek-v2": (5120, 1536, 160, 6, False),
+    "deepseek-v3": (7168, 2048, 256, 8, True),
 }
 """Width of the hidden state, width of an expert, experts, experts of a token, and whether weights are normalised."""
 GATES = {"gpt-oss-20b": ClampedGate(1.702, 7.0)}
 """Of the models whose experts have biases"""
-SCALES = {"glm-4.5-air": 1.0}
+SCALES = {"glm-4.5-air": 1.0, "deepseek-v3": 2.5}
 """Of the models whose routers have sigmoids"""
+GROUPS = {"deepseek-v2": (8, 3), "deepseek-v3": (8, 4)}
+"""The groups of experts, and those of a token"""
 TOKENS = {"few": 4, "some": 100, "many": 4096}
 """Numbers of tokens that have other kernels: one program chooses, more do, and tiles are higher."""
 
@@ -43,13 +47,15 @@ def expert_launches(
     if gate is not None:
         router_bias = meta(num_experts, dtype=dtype)
         biases = [meta(2 * inter, dtype=dtype)] * num_experts, [meta(hidden, dtype=dtype)] * num_experts
+    num_groups, groups_per_token = GROUPS.get(model, (1, 1))
     of_target = {"arch_of": lambda device: arch}
     with patch.multiple(expert_choice, **of_target), patch.multiple(experts, **of_target), recorded() as launches:
         experts.experts_forward(
             meta(TOKENS[tokens], hidden, dtype=dtype), meta(num_experts, hidden, dtype=dtype),
             experts.expert_weight_tables(*weights, *biases, **scales), top_k, normalized=normalized,
             router_bias=router_bias, gate=gate, sigmoids=model in SCALES, least_sum=1e-20, scale=SCALES.get(model, 1.0),
-            corrections=meta(num_experts, dtype=torch.float32) if model in SCALES else None,
+            corrections=meta(num_experts, dtype=torch.float32) if model in SCALES else None, num_groups=num_groups,
+            groups_per_token=groups_per_token,
         )  # fmt: skip
     return launches
 

@@ -25,11 +25,12 @@ struct ExpertArguments {
   bool sigmoids;
   optional<Tensor> corrections;
   double least_sum, scale;
+  int64_t num_groups, groups_per_token;
 
   RoutingRule rule() const {
     return {
         normalized, sigmoids, data_or_null<float>(corrections), static_cast<float>(least_sum),
-        static_cast<float>(scale)};
+        static_cast<float>(scale), num_groups, groups_per_token};
   }
 };
 
@@ -65,7 +66,7 @@ struct ExpertTensors {
         0 < per_token && per_token <= num_experts, "a token must have 1 to ", num_experts, " experts, got ", per_token);
     if (arguments.corrections) check(*arguments.corrections, "corrections", at::kFloat, {num_experts});
     TORCH_CHECK(arguments.corrections || !arguments.sigmoids, "sigmoids need corrections");
-    TORCH_CHECK(arguments.corrections || arguments.scale == 1, "a scale needs corrections, got ", arguments.scale);
+    check_groups(arguments);
     const int64_t pairs = tokens * per_token;
     TORCH_CHECK(pairs <= std::numeric_limits<int32_t>::max(), "there are too many tokens");
     const auto floats = x.options().dtype(at::kFloat), integers = x.options().dtype(at::kInt);
@@ -80,6 +81,17 @@ struct ExpertTensors {
     TORCH_CHECK(
         static_cast<int64_t>(gate_ups.size()) == num_experts && static_cast<int64_t>(downs.size()) == num_experts,
         "there must be ", name, " of ", num_experts, " experts, got ", gate_ups.size(), " and ", downs.size());
+  }
+
+  void check_groups(const ExpertArguments& arguments) const {
+    const int64_t groups = arguments.num_groups, kept = arguments.groups_per_token;
+    TORCH_CHECK(
+        groups > 0 && num_experts % groups == 0, "num_groups must divide ", num_experts, " experts, got ", groups);
+    TORCH_CHECK(0 < kept && kept <= groups, "a token must have 1 to ", groups, " groups, got ", kept);
+    const int64_t size = num_experts / groups;
+    TORCH_CHECK(per_token <= kept * size, kept, " groups of ", size, " experts have fewer than ", per_token);
+    TORCH_CHECK(
+        groups == 1 || size > 1 || !arguments.corrections, "with corrections a group must have 2 experts, got 1");
   }
 
   Routing routing() const {
@@ -240,11 +252,13 @@ inline Tensor experts_op(
     bool sigmoids,
     const optional<Tensor>& corrections,
     double least_sum,
-    double scale) {
+    double scale,
+    int64_t num_groups,
+    int64_t groups_per_token) {
   return run_experts_op(
       x, logits,
       {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, sigmoids, corrections,
-       least_sum, scale});
+       least_sum, scale, num_groups, groups_per_token});
 }
 
 inline Tensor quantized_experts_op(
@@ -263,11 +277,13 @@ inline Tensor quantized_experts_op(
     bool sigmoids,
     const optional<Tensor>& corrections,
     double least_sum,
-    double scale) {
+    double scale,
+    int64_t num_groups,
+    int64_t groups_per_token) {
   return run_quantized_experts_op(
       x, logits,
       {gate_ups, downs, gate_up_biases, down_biases, n, per_token, normalized, alpha, limit, sigmoids, corrections,
-       least_sum, scale}, bits);
+       least_sum, scale, num_groups, groups_per_token}, bits);
 }
 
 }  // namespace tercet

@@ -71,12 +71,14 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def(
       "experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
       "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, bool sigmoids=False, "
-      "Tensor? corrections=None, float least_sum=0.0, float scale=1.0) -> Tensor",
+      "Tensor? corrections=None, float least_sum=0.0, float scale=1.0, int num_groups=1, int groups_per_token=1) "
+      "-> Tensor",
       &experts_op);
   m.def(
       "quantized_experts(Tensor x, Tensor logits, Tensor[] gate_ups, Tensor[] downs, Tensor[] gate_up_biases, "
       "Tensor[] down_biases, int n, int per_token, bool normalized, float? alpha, float? limit, int bits, "
-      "bool sigmoids=False, Tensor? corrections=None, float least_sum=0.0, float scale=1.0) -> Tensor",
+      "bool sigmoids=False, Tensor? corrections=None, float least_sum=0.0, float scale=1.0, int num_groups=1, "
+      "int groups_per_token=1) -> Tensor",
       &quantized_experts_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
   m.def("widened(Tensor x) -> Tensor", &widened_op);

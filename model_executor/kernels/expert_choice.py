@@ -4,9 +4,9 @@
 
 - The logits of the router, x @ router.T + bias in float32.
 - The choice. A program has ROWS tokens. It marks the experts with the largest probabilities or sigmoids in a table of
-  tokens by experts. The marks before a token in its column are its rank among the program's tokens of that expert.
-  Those before an expert in its row are the number of the pair within the token. So a token's pairs are in ascending
-  order of experts.
+  tokens by experts. If the experts are in groups, it first leaves only those of some groups in the table. The marks
+  before a token in its column are its rank among the program's tokens of that expert. Those before an expert in its row
+  are the number of the pair within the token. So a token's pairs are in ascending order of experts.
 - The places. Each program adds up how many tokens of each expert the programs before it have. Then it knows where the
   pairs of its tokens belong. If one program has all tokens, it does this in the second launch.
 
@@ -119,13 +119,39 @@ def _place(
         tl.store(num_tiles_ptr, tl.sum(num_tiles, axis=0))
 
 
+@triton.jit
+def _of_best_groups(
+    left, expert, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, SUMS_TWO: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The numbers `left` [ROWS, BLOCK_E] of the experts of each row's KEPT groups with the highest scores, -inf for
+    other experts. No number is NaN, and only experts that do not exist have -inf."""
+    group = expert // SIZE
+    scores = tl.full(left.shape, float("-inf"), tl.float32)
+    for number in range(GROUPS):
+        members = tl.where(group == number, left, float("-inf"))
+        score = tl.max(members, axis=1)[:, None]
+        if SUMS_TWO:
+            first = tl.min(tl.where(members == score, expert, BLOCK_E), axis=1)[:, None]
+            second = tl.max(tl.where(expert == first, float("-inf"), members), axis=1)[:, None]
+            score = tl.maximum(score + second, _LOWEST)  # -inf is only that of groups that are chosen already
+        scores = tl.where(group == number, score, scores)
+    kept = tl.full(left.shape, float("-inf"), tl.float32)
+    for _ in range(KEPT):
+        most = tl.max(scores, axis=1)[:, None]
+        best = tl.min(tl.where(scores == most, group, BLOCK_E), axis=1)[:, None]
+        kept = tl.where(group == best, left, kept)
+        scores = tl.where(group == best, float("-inf"), scores)
+    return kept
+
+
 @bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     logits_ptr, corrections_ptr, experts_ptr, weights_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOIDS: tl.constexpr,
-    CORRECTED: tl.constexpr, SCALE: tl.constexpr, LEAST_SUM: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    CORRECTED: tl.constexpr, SCALE: tl.constexpr, LEAST_SUM: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_OF_TOKEN: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -142,10 +168,12 @@ def _choose_kernel(
     left = chances
     if CORRECTED:
         left += tl.load(corrections_ptr + expert, mask=expert < EXPERTS, other=0.0)
-    # Only experts that do not exist have -inf, and those that are chosen. So each token gets TOP_K experts, also if its
-    # row has a NaN (then it has no other number), or if corrections are -inf.
+    # Only experts that may not be chosen have -inf, and those that are chosen. So each token gets TOP_K experts, also
+    # if its row has a NaN (then it has no other number), or if corrections are -inf.
     left = tl.where(left == left, tl.maximum(left, _LOWEST), 0.0)
     left = tl.where(expert < EXPERTS, left, float("-inf"))
+    if GROUPS > 1:
+        left = _of_best_groups(left, expert, GROUPS, EXPERTS // GROUPS, GROUPS_OF_TOKEN, CORRECTED, BLOCK_E)
     chosen = tl.zeros([ROWS, BLOCK_E], tl.int32)
     for _ in range(TOP_K):
         most = tl.max(left, axis=1)[:, None]
@@ -156,8 +184,7 @@ def _choose_kernel(
     if NORMALIZED:
         total = tl.sum(weights, axis=1)[:, None]
         weights = weights / (tl.maximum(total, LEAST_SUM) if CORRECTED else total)
-    if CORRECTED:
-        weights *= SCALE
+    weights *= SCALE
     chosen = tl.where(in_rows, chosen, 0)
     place = row[:, None] * TOP_K + tl.cumsum(chosen, 1) - chosen
     tl.store(experts_ptr + place, tl.broadcast_to(expert, place.shape), mask=chosen > 0)
@@ -211,13 +238,16 @@ def choose_experts(
     corrections: torch.Tensor | None = None,
     least_sum: float = 0.0,
     scale: float = 1.0,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
 ) -> ExpertPairs:
     """Choose the `top_k` experts of each token with the largest softmax of x @ router.T + bias in float32.
 
-    With `sigmoids`, those of the logits take the place of the softmax. Corrections are added for the choice. With them,
-    the weights are multiplied by `scale`.
+    With `sigmoids`, those of the logits take the place of the softmax. Corrections are added for the choice. The
+    weights are multiplied by `scale`. If the experts are in groups, a token chooses from those with the highest scores.
+    The score of a group is its largest number, or with corrections the sum of its two largest ones.
 
-    Of equal ones, the smaller number is chosen. A row has the same bits in every batch. The weights of a row with a NaN
+    Of equal ones, the smaller index is chosen. A row has the same bits in every batch. The weights of a row with a NaN
     are NaN.
 
     Args:
@@ -229,15 +259,19 @@ def choose_experts(
         sigmoids: needs corrections
         corrections: float32 [experts]; None: there are none
         least_sum: with corrections, what the sum of a token's weights is at least, where they are divided by it
-        scale: 1 without corrections
+        num_groups: groups of neighbouring experts, of equal size; 1: there are none
+        groups_per_token: the groups from which a token chooses
     """
     (num_rows, width), (num_experts, num_in) = x.shape, router.shape
     assert num_rows and width == num_in and has_dense_rows(x) and router.is_contiguous() and router.dtype == x.dtype
     assert 0 < top_k <= num_experts and (bias is None or (bias.shape == (num_experts,) and bias.dtype == x.dtype))
+    size = num_experts // num_groups
+    assert num_experts == num_groups * size and 0 < groups_per_token <= num_groups and top_k <= groups_per_token * size
     if corrections is None:
-        assert scale == 1 and not sigmoids
+        assert not sigmoids
     else:
         assert corrections.shape == (num_experts,) and corrections.dtype == torch.float32
+        assert num_groups == 1 or size > 1
     interpreted = arch_of(x.device) == INTERPRETER
     rows = _INTERPRETED_ROWS if interpreted else _ROWS
     assert tile_rows >= rows
@@ -264,8 +298,9 @@ def choose_experts(
     _choose_kernel[(num_programs,)](
         logits, logits if corrections is None else corrections, pairs.experts, pairs.weights, counts, pairs.order,
         pairs.tiles, pairs.num_tiles, num_rows, EXPERTS=num_experts, TOP_K=top_k, NORMALIZED=normalized,
-        SIGMOIDS=sigmoids, CORRECTED=corrections is not None, SCALE=scale, LEAST_SUM=least_sum, ALONE=alone,
-        TILE=tile_rows if alone else 0, ROWS=rows, BLOCK_E=block, num_warps=num_warps,
+        SIGMOIDS=sigmoids, CORRECTED=corrections is not None, SCALE=scale, LEAST_SUM=least_sum, GROUPS=num_groups,
+        GROUPS_OF_TOKEN=groups_per_token, ALONE=alone, TILE=tile_rows if alone else 0, ROWS=rows, BLOCK_E=block,
+        num_warps=num_warps,
     )  # fmt: skip
     if not alone:
         _place_kernel[(num_programs,)](
@@ -287,6 +322,8 @@ def choose_experts_ref(
     corrections: torch.Tensor | None = None,
     least_sum: float = 0.0,
     scale: float = 1.0,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
 ) -> ExpertPairs:
     """`choose_experts` in plain torch. The tiles are those that exist."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -300,7 +337,14 @@ def choose_experts_ref(
     if corrections is not None:
         wider = logits.double()
         ranked = ((wider.sigmoid() if sigmoids else wider.softmax(-1)) + corrections).float()
-    experts = ranked.nan_to_num(0).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
+    ranked = ranked.nan_to_num(0)
+    if num_groups > 1:
+        by_group = ranked.unflatten(1, (num_groups, -1))
+        scores = by_group.sort(dim=-1, descending=True).values[..., : 1 if corrections is None else 2].sum(-1)
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :groups_per_token]
+        is_best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, value=True)
+        ranked = by_group.masked_fill(~is_best[..., None], -torch.inf).flatten(1)
+    experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
     weights = chances.gather(1, experts)
     if normalized:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=least_sum)

@@ -237,6 +237,8 @@ def experts_forward(
     corrections: torch.Tensor | None = None,
     least_sum: float = 0.0,
     scale: float = 1.0,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
     gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """Choose the experts of each token, and add up what they compute: [T, hidden] -> [T, hidden].
@@ -246,7 +248,8 @@ def experts_forward(
 
     x: [T, hidden], last dimension contiguous. router: [experts, hidden], contiguous. router_bias: [experts]. All of the
     weights' type, or of any if the weights are float8_e4m3fn. Router and router_bias may also have float32. sigmoids,
-    corrections, least_sum, scale: those of `choose_experts`. gate: the activation; None: silu(gate) * up.
+    corrections, least_sum, scale, num_groups, groups_per_token: those of `choose_experts`. gate: the activation; None:
+    silu(gate) * up.
     """
     (num_rows, hidden), num_experts = x.shape, len(router)
     gate_up, down = weights
@@ -259,6 +262,7 @@ def experts_forward(
     pairs = choose_experts(
         x.to(router.dtype), router, top_k, normalized=normalized, tile_rows=tile.high if is_high else tile.low,
         bias=router_bias, sigmoids=sigmoids, corrections=corrections, least_sum=least_sum, scale=scale,
+        num_groups=num_groups, groups_per_token=groups_per_token,
     )  # fmt: skip
     gated = _product(x, gate_up, pairs, tile, gated=True, gate=gate)
     computed = _product(gated, down, pairs, tile, gated=False)
@@ -320,6 +324,8 @@ def experts_forward_ref(
     corrections: torch.Tensor | None = None,
     least_sum: float = 0.0,
     scale: float = 1.0,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
     gate_up_bias: Sequence[torch.Tensor] = (),
     down_bias: Sequence[torch.Tensor] = (),
     gate: ClampedGate | None = None,
@@ -328,7 +334,8 @@ def experts_forward_ref(
     wide = torch.promote_types(x.dtype, torch.float32)
     pairs = choose_experts_ref(
         x, router, top_k, normalized=normalized, tile_rows=1, bias=router_bias, sigmoids=sigmoids,
-        corrections=corrections, least_sum=least_sum, scale=scale,
+        corrections=corrections, least_sum=least_sum, scale=scale, num_groups=num_groups,
+        groups_per_token=groups_per_token,
     )  # fmt: skip
     out = torch.zeros_like(x, dtype=wide)
     for row, experts in enumerate(pairs.experts.tolist()):

@@ -136,15 +136,15 @@ class CpuExperts:
                 self._down_biases.append(pack_bias(weights.down_bias))
         gate = (None, None) if config.gate is None else config.gate
         self._options = config.intermediate_size, config.num_experts_per_token, config.normalized, *gate
-        self._corrections = corrections, config.least_sum, config.scale
-        self._has_sigmoids = config.has_sigmoids
+        groups = config.num_groups, config.groups_per_token
+        self._choice = config.has_sigmoids, corrections, config.least_sum, config.scale, *groups
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         weights = self.gate_ups, self.downs, self._gate_up_biases, self._down_biases
         arguments = x, self._router(x), *weights, *self._options
         if self._bits is None:
-            return _ops.experts(*arguments, self._has_sigmoids, *self._corrections)
-        return _ops.quantized_experts(*arguments, self._bits, self._has_sigmoids, *self._corrections)
+            return _ops.experts(*arguments, *self._choice)
+        return _ops.quantized_experts(*arguments, self._bits, *self._choice)
 
 
 class PackedEmbedding:

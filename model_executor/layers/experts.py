@@ -58,20 +58,33 @@ class Choice(NamedTuple):
 def choose_experts(logits: torch.Tensor, config: ExpertsConfig, corrections: torch.Tensor | None = None) -> Choice:
     """The most probable experts of each token, and the smaller number of equal ones: logits float32 [T, num_experts].
 
-    The probabilities are those of all experts. `config` says whether sigmoids take their place. Corrections,
-    [num_experts], are added for the choice.
+    The probabilities are those of all experts. `config` says whether sigmoids take their place, and how many groups the
+    experts are in. Corrections, [num_experts], are added for the choice.
     """
-    if corrections is not None:
-        of_all = _sigmoid(logits) if config.has_sigmoids else logits.softmax(-1)
-        order = (of_all + corrections).sort(dim=-1, descending=True, stable=True).indices
-        experts = order[:, : config.num_experts_per_token]
-        weights = of_all.gather(1, experts)
-        if config.normalized:
-            weights /= weights.sum(-1, keepdim=True).clamp_(min=config.least_sum)
-        return Choice(experts, weights.mul_(config.scale))
-    ordered = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = (x[:, : config.num_experts_per_token] for x in ordered)
-    return Choice(experts, weights / weights.sum(-1, keepdim=True) if config.normalized else weights)
+    of_all = _sigmoid(logits) if config.has_sigmoids else logits.softmax(-1)
+    ranked = of_all if corrections is None else of_all + corrections
+    allowed = None if config.num_groups == 1 else _experts_of_groups(ranked, config)
+    order = (ranked if allowed is None else ranked.gather(1, allowed)).sort(dim=-1, descending=True, stable=True)
+    experts = order.indices[:, : config.num_experts_per_token]
+    if allowed is not None:
+        experts = allowed.gather(1, experts)
+    weights = of_all.gather(1, experts)
+    if config.normalized:
+        total = weights.sum(-1, keepdim=True)
+        weights /= total if corrections is None else total.clamp_(min=config.least_sum)
+    return Choice(experts, weights.mul_(config.scale))
+
+
+def _experts_of_groups(ranked: torch.Tensor, config: ExpertsConfig) -> torch.Tensor:
+    """The experts that each token may choose, in ascending order: int64 [T, experts of groups_per_token groups].
+
+    `ranked`: float32 [T, num_experts], by which groups and experts are chosen.
+    """
+    by_group = ranked.unflatten(1, (config.num_groups, -1))
+    scores = by_group.topk(2 if config.has_corrections else 1, dim=-1).values.sum(-1)
+    groups = scores.sort(dim=-1, descending=True, stable=True).indices[:, : config.groups_per_token].sort(-1).values
+    size = by_group.shape[2]
+    return (groups[:, :, None] * size + torch.arange(size, device=ranked.device)).flatten(1)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ class TritonExperts:
         return experts_forward(
             x, weight, self._tables, config.num_experts_per_token, normalized=config.normalized, router_bias=bias,
             sigmoids=config.has_sigmoids, corrections=corrections, least_sum=config.least_sum, scale=config.scale,
-            gate=config.gate,
+            num_groups=config.num_groups, groups_per_token=config.groups_per_token, gate=config.gate,
         )  # fmt: skip
 
 

@@ -103,6 +103,8 @@ def _expert_bytes(experts: ExpertsConfig, hidden: int, dtype: torch.dtype) -> in
     """An upper bound in bytes of what a mixture of experts takes for a token: all tokens may choose the same expert."""
     # Logits, probabilities, and both in order, with their indices; the chosen ones, and what finds their tokens.
     choice = experts.num_experts * (4 * _FLOAT_BYTES + 8) + experts.num_experts_per_token * (3 * 8 + _FLOAT_BYTES + 1)
+    if experts.num_groups > 1:  # the experts of the chosen groups, and their probabilities
+        choice += experts.num_experts * (8 + _FLOAT_BYTES)
     # The sum; that of the tokens of an expert, its weighted output, and the new sum.
     sums = 4 * hidden * _FLOAT_BYTES
     # The tokens of an expert, its gate and up projections, their product and its output; the two places of a token.

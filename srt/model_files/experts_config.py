@@ -48,7 +48,12 @@ class ExpertsConfig:
     least_sum: float = 1e-20
     """with corrections: what the sum of a token's weights is at least, where they are divided by it"""
     scale: float = 1.0
-    """what the weights are multiplied by; 1 without corrections"""
+    """what the weights are multiplied by"""
+    num_groups: int = 1
+    """The experts are so many groups of neighbours, of equal size. 1: there are no groups."""
+    groups_per_token: int = 1
+    """A token chooses its experts from so many groups, those with the highest scores. The score of a group is the
+    largest weight of its experts. With corrections, it is the sum of the two largest corrected weights."""
     float32_router: bool = False
     """Whether the router has float32 in a model of any type. If not, it has the type of the model."""
     gate: ClampedGate | None = None
@@ -174,57 +179,6 @@ def gpt_oss_experts(config: Settings, num_layers: int) -> ExpertsConfig:
     )
 
 
-def glm_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
-    """The experts of GLM-4.5: small ones in all layers but the first ones, and one that all tokens share."""
-    for key in ("n_group", "topk_group"):
-        if config.integer(key, 1) != 1:
-            raise config.unsupported_value(key, "1", config.get(key))
-    num_dense = config.integer("first_k_dense_replace", 1, minimum=0)
-    if num_dense >= num_layers:
-        return None
-    width = config.integer("moe_intermediate_size", 1408)
-    return ExpertsConfig(
-        num_experts=config.integer("n_routed_experts", 128),
-        num_experts_per_token=config.integer("num_experts_per_tok", 8),
-        intermediate_size=width,
-        normalized=config.flag("norm_topk_prob", True),
-        has_sigmoids=True,
-        has_corrections=True,
-        scale=config.number("routed_scaling_factor", 1.0),
-        dense_layers=tuple(range(num_dense)),
-        shared=_several_shared(config.integer("n_shared_experts", 1, minimum=0), width),
-    )
-
-
-def glm_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
-    """The experts of GLM-4.5 in a GGUF file."""
-    for key, supported in (("expert_group_count", 1), ("expert_group_used_count", 1), ("expert_gating_func", 2)):
-        if config.integer(key, supported) != supported:
-            raise config.unsupported_value(key, str(supported), config.get(key))
-    num_dense = config.integer("leading_dense_block_count", 0, minimum=0)
-    if num_dense >= num_layers:
-        return None
-    width = config.integer("expert_feed_forward_length")
-    return ExpertsConfig(
-        num_experts=config.integer("expert_count"),
-        num_experts_per_token=config.integer("expert_used_count"),
-        intermediate_size=width,
-        normalized=config.flag("expert_weights_norm"),
-        has_sigmoids=True,
-        has_corrections=True,
-        scale=config.number("expert_weights_scale", 1.0),
-        dense_layers=tuple(range(num_dense)),
-        shared=_several_shared(config.integer("expert_shared_count", minimum=0), width),
-    )
-
-
-GLM_GGUF_KEYS = (
-    "expert_group_count", "expert_group_used_count", "expert_gating_func", "leading_dense_block_count",
-    "expert_weights_norm", "expert_weights_scale", "expert_shared_count",
-)  # fmt: skip
-"""The keys of `glm_gguf_experts` that GGUF files of other models may not have."""
-
-
 def ernie_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     """The experts of ERNIE 4.5: small ones in some layers, and one that all tokens share. The router has float32."""
     if config.flag("use_bias"):
@@ -240,7 +194,7 @@ def ernie_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
         dense=tuple(layer for layer in range(num_layers) if (layer + 1) % step or not first <= layer <= last),
         num_layers=num_layers,
         least_sum=config.number("moe_norm_min", 1e-12),
-        shared=_several_shared(config.integer("moe_num_shared_experts", 2, minimum=0), width),
+        shared=several_shared(config.integer("moe_num_shared_experts", 2, minimum=0), width),
     )
 
 
@@ -325,7 +279,7 @@ def _shared(config: Settings, key: str, *, has_gate: bool) -> SharedExpert | Non
     return SharedExpert(width, has_gate) if width else None
 
 
-def _several_shared(count: int, width: int) -> SharedExpert | None:
+def several_shared(count: int, width: int) -> SharedExpert | None:
     """Shared experts of one width, without gates, as a wider one."""
     return SharedExpert(count * width, has_gate=False) if count else None
 

@@ -7,7 +7,6 @@ import dataclasses
 from .experts_config import (
     ERNIE_GGUF_KEYS,
     ERNIE_NAMES,
-    GLM_GGUF_KEYS,
     GLM_NAMES,
     GPT_OSS_NAMES,
     GRANITE_NAMES,
@@ -15,8 +14,6 @@ from .experts_config import (
     ClampedGate,
     ernie_experts,
     ernie_gguf_experts,
-    glm_experts,
-    glm_gguf_experts,
     gpt_oss_experts,
     granite_experts,
     mixtral_experts,
@@ -24,6 +21,7 @@ from .experts_config import (
     qwen2_experts,
     qwen_experts,
 )
+from .experts_deepseek import DEEPSEEK_GGUF_KEYS, glm_experts, glm_gguf_experts
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
 from .layer_windows import (
@@ -259,7 +257,7 @@ FAMILIES: dict[str, Family] = {
         experts=glm_experts,
         expert_names=GLM_NAMES,
         gguf_experts=glm_gguf_experts,
-        gguf_expert_keys=GLM_GGUF_KEYS,
+        gguf_expert_keys=DEEPSEEK_GGUF_KEYS,
     ),
     "ArceeForCausalLM": Family(
         "arcee",

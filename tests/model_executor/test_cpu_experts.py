@@ -353,10 +353,7 @@ def test_wrong_arguments_are_refused(kind: str) -> None:
     ):
         with pytest.raises(RuntimeError, match=error):
             experts(*arguments)
-    experts.scale = 2.0
-    with pytest.raises(RuntimeError, match="a scale needs corrections, got 2"):
-        experts(x, logits, 2)
-    experts.scale, experts.sigmoids = 1.0, True
+    experts.sigmoids = True
     with pytest.raises(RuntimeError, match="sigmoids need corrections"):
         experts(x, logits, 2)
     experts.corrections = torch.zeros(3)

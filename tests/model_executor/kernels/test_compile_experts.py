@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from compiled_experts import (
+    GROUPS,
     TOKENS,
     assert_multiplies_grouped_rows,
     assert_widens_fp8,
@@ -77,6 +78,16 @@ def test_compiles_and_fits(arch: str, tokens: str, model: str) -> None:
         assert_fits(resources, arch)
         if arch == "sm_90":
             assert_multiplies_grouped_rows(resources)
+
+
+@pytest.mark.parametrize(("arch", "model"), [*(("sm_90", model) for model in GROUPS), ("gfx942", "deepseek-v3")])
+def test_a_choice_of_groups_compiles_and_fits(arch: str, model: str) -> None:
+    """By one program, and by several."""
+    launches = [launch for tokens in ("few", "many") for launch in expert_launches(model, tokens, arch)]
+    choices = [launch for launch in launches if launch.kernel.fn.__name__ == "_choose_kernel"]
+    assert len(choices) == 2
+    for resources in compile_all(choices, arch):
+        assert_fits(resources, arch)
 
 
 def test_products_of_float32_compile_and_fit() -> None:

@@ -52,6 +52,7 @@ SHAPES = {
     "clamped experts": {"experts": replace(EXPERTS, gate=ClampedGate(1.702, 7.0), has_biases=True)},
     "wide experts": {"experts": replace(EXPERTS, num_experts=3, num_experts_per_token=3, intermediate_size=512)},
     "experts with sigmoids": {"experts": replace(EXPERTS, has_sigmoids=True, has_corrections=True, scale=2.5)},
+    "groups of experts": {"experts": replace(EXPERTS, num_experts=512, num_groups=8, groups_per_token=6)},
     "experts with a float32 router": {"experts": replace(EXPERTS, has_corrections=True, float32_router=True)},
     "shared expert": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=True))},
     "shared expert without a gate": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=False))},

@@ -103,8 +103,7 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_group": 8, "topk_group": 4}, "n_group must be 1, got 8"),
-        ({"topk_group": 2}, "topk_group must be 1, got 2"),
+        ({"topk_group": 2}, "topk_group must be an integer from 1 to 1, got 2"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor must be a finite number above 0"),
         ({"n_routed_experts": 4}, "a token must have from 1 to 4 experts.*got 8"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer"),
@@ -147,8 +146,8 @@ def test_gguf(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"expert_gating_func": 1}, "glm4moe.expert_gating_func must be 2, got 1"),
-        ({"expert_group_count": 8}, "glm4moe.expert_group_count must be 1, got 8"),
-        ({"expert_group_used_count": 4}, "glm4moe.expert_group_used_count must be 1, got 4"),
+        ({"expert_group_count": 4}, r"glm4moe.expert_group_count must be a divisor of expert_count \(6\), got 4"),
+        ({"expert_group_used_count": 4}, "glm4moe.expert_group_used_count must be an integer from 1 to 1, got 4"),
         ({"expert_shared_count": None}, "glm4moe.expert_shared_count must be an integer"),
         ({"expert_shared_feed_forward_length": 8}, "expert_shared_feed_forward_length=8 is not supported"),
     ],
