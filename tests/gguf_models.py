@@ -183,8 +183,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if arch == "glm4moe":
+    if arch in ("glm4moe", "dots1"):
         keys = {
+            "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
             "leading_dense_block_count": config.first_k_dense_replace, "expert_gating_func": 2,
             "expert_weights_norm": config.norm_topk_prob, "expert_weights_scale": config.routed_scaling_factor,
             "expert_shared_count": config.n_shared_experts,

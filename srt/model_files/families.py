@@ -21,7 +21,7 @@ from .experts_config import (
     qwen2_experts,
     qwen_experts,
 )
-from .experts_deepseek import DEEPSEEK_GGUF_KEYS, glm_experts, glm_gguf_experts
+from .experts_deepseek import DEEPSEEK_GGUF_KEYS, dots_experts, glm_experts, glm_gguf_experts
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
 from .layer_windows import (
@@ -255,6 +255,19 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1},
         has_extra_layers=True,
         experts=glm_experts,
+        expert_names=GLM_NAMES,
+        gguf_experts=glm_gguf_experts,
+        gguf_expert_keys=DEEPSEEK_GGUF_KEYS,
+    ),
+    "Dots1ForCausalLM": Family(
+        "dots1",
+        "decoder",
+        window_of_upper_layers,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="heads",
+        defaults={"num_key_value_heads": 32, "use_sliding_window": True, "max_window_layers": 62},
+        experts=dots_experts,
         expert_names=GLM_NAMES,
         gguf_experts=glm_gguf_experts,
         gguf_expert_keys=DEEPSEEK_GGUF_KEYS,

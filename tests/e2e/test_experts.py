@@ -27,6 +27,7 @@ NEW_TOKENS = 12
         "qwen2_moe",
         "granitemoeshared",
         "glm4_moe",
+        "dots1",
         "ernie4_5_moe",
     ],
 )

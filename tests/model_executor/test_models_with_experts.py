@@ -50,6 +50,13 @@ CONFIGS = {
             EXPERTS, has_sigmoids=True, has_corrections=True, scale=2.5, shared=SharedExpert(64, has_gate=False)
         ),
     ),
+    "dots1": replace(
+        CONFIG,
+        architecture="Dots1ForCausalLM",
+        experts=replace(
+            EXPERTS, num_experts=12, has_sigmoids=True, has_corrections=True, num_groups=4, groups_per_token=2
+        ),
+    ),
     "ernie4_5_moe": replace(
         CONFIG,
         architecture="Ernie4_5_MoeForCausalLM",
@@ -74,6 +81,9 @@ MODELS = [
     "qwen2_moe_all",
     "glm4_moe",
     "glm4_moe_sparse",
+    "glm4_moe_groups",
+    "dots1",
+    "dots1_window",
     "ernie4_5_moe",
     "ernie4_5_moe_sparse",
 ]
@@ -188,6 +198,7 @@ def test_experts_of_4_bits(dtype: str, quantization: str | None, tolerance: floa
         ("qwen2_moe", None),
         ("qwen2_moe_all", "int8"),
         ("glm4_moe", None),
+        ("dots1", "int8"),
         ("ernie4_5_moe", None),
     ],
 )

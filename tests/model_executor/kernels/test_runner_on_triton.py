@@ -40,6 +40,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("glm4_yarn", True),
         ("glm4_moe", False),
         ("glm4_moe_sparse", True),
+        ("dots1", False),
+        ("dots1_window", True),
         ("seed_oss", True),
         ("ernie4_5_biases", True),
         ("ernie4_5_moe", True),

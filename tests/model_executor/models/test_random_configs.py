@@ -96,6 +96,13 @@ def olmo_ropes(draw, of_global_layers):
     return {"rope_parameters": of_local_layers | {"full_attention": of_global_layers | draw(some(rope_theta=[1000.0]))}}
 
 
+EXPERTS_IN_GROUPS = st.sampled_from(
+    [
+        {"n_routed_experts": 11, "num_experts_per_tok": 8},
+        {"n_routed_experts": 8, "num_experts_per_tok": 5, "n_group": 4, "topk_group": 3},
+        {"n_routed_experts": 15, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 1},
+    ]
+)
 OF_FAMILY = {
     "gpt_oss": st.builds(
         dict.__or__,
@@ -142,7 +149,19 @@ OF_FAMILY = {
             first_k_dense_replace=[0, 1, 2],
             n_shared_experts=[1, 3],
         ),
-        fixed(moe_intermediate_size=[16, 48], n_routed_experts=[8, 11]),
+        st.builds(dict.__or__, fixed(moe_intermediate_size=[16, 48]), EXPERTS_IN_GROUPS),
+    ),
+    "dots1": st.builds(
+        dict.__or__,
+        some(
+            attention_bias=[False, True],
+            norm_topk_prob=[False, True],
+            routed_scaling_factor=[0.5, 2.5],
+            first_k_dense_replace=[0, 1, 2],
+            sliding_window=[None, 3, 7],
+            max_window_layers=[0, 1],
+        ),
+        st.builds(dict.__or__, fixed(moe_intermediate_size=[16, 48], n_shared_experts=[1, 3]), EXPERTS_IN_GROUPS),
     ),
     "arcee": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "ministral3": some(sliding_window=[None, 3, 7], head_dim=[8, 24]),

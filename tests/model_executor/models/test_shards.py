@@ -150,6 +150,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "granitemoeshared",
         "qwen2_moe_all",
         "glm4_moe_sparse",
+        "dots1_window",
         "ernie4_5_moe",
     ],
 )
@@ -172,6 +173,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "gpt_oss",
         "glm4",
         "glm4_moe",
+        "dots1",
         "ernie4_5_moe_sparse",
         "seed_oss",
         "ernie4_5_biases",

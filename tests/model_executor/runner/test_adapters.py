@@ -29,7 +29,7 @@ KINDS = [
     "llama", "llama_biases", "qwen2_tied", "qwen3", "phi3", "phi3_partial", "smollm3", "gemma2", "gemma3",
     "gemma3_scaled", "gemma3_images", "gpt_oss", "qwen3_moe", "mixtral", "mistral_window", "olmo2", "olmo3", "granite",
     "glm", "glm4", "seed_oss", "ernie4_5", "exaone4", "olmoe", "granitemoe", "qwen2_moe",
-    "granitemoeshared", "glm4_moe", "ernie4_5_moe", "arcee", "ministral3", "ministral3_images",
+    "granitemoeshared", "glm4_moe", "dots1", "ernie4_5_moe", "arcee", "ministral3", "ministral3_images",
     "hunyuan_v1_dense",
 ]  # fmt: skip
 

@@ -31,7 +31,11 @@ def runner_of(config: ModelConfig, backend: str = "cpu", **settings) -> ModelRun
 @pytest.mark.parametrize("settings", [{}, {"disable_cuda_graph": True}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize(
-    "name", ["llama", "mixtral", "gpt_oss", "olmo2", "granite", "granitemoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
+    "name",
+    [
+        "llama", "mixtral", "gpt_oss", "olmo2", "granite", "granitemoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe",
+        "dots1",
+    ],
 )  # fmt: skip
 def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, name: str, backend: str, settings: dict) -> None:
     if backend == "torch" and "quantization" in settings:

@@ -55,6 +55,7 @@ CPU = torch.device("cpu")
         ("glm4_yarn", "glm4"),
         ("glm4_moe", "glm4moe"),
         ("glm4_moe_sparse", "glm4moe"),
+        ("dots1", "dots1"),
         ("ernie4_5", "ernie4_5"),
         ("ernie4_5_moe", "ernie4_5-moe"),
         ("seed_oss", "seed_oss"),
