@@ -7,11 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from expert_groups import exact_corrections, exact_rows
 from expert_layers import GATE, draw_layer, draw_rows, fp8_pair
 from fused_cases import same_bits
 from gpu_runners import LLAMA, make_runner
 from runner_driver import RunnerDriver, relative_error
 
+from tercet.model_executor.kernels.expert_choice import choose_experts, choose_experts_ref
 from tercet.model_executor.layers.fp8_weight import Fp8Weight
 from tercet.model_executor.weights import loader
 from tercet.model_executor.weights.loader import stored_fp8_forms
@@ -37,6 +39,19 @@ def test_a_layer_is_the_twin_and_no_row_depends_on_the_batch(dtype: torch.dtype,
     for rows in (slice(0, 1), slice(5, 35), slice(100, 300)):
         assert same_bits(layer.run(x[rows]), whole[rows])
     assert layer.error(x[:60]) <= allowed
+
+
+@pytest.mark.parametrize("sigmoids", [False, True])
+@pytest.mark.parametrize("rows", [5, 700])
+def test_a_choice_of_groups_is_the_twins(rows: int, sigmoids: bool) -> None:
+    """With the shape of DeepSeek V3."""
+    logits, router = exact_rows(1, rows, 256).cuda(), torch.eye(256, device="cuda")
+    options = {"normalized": True, "tile_rows": 32, "num_groups": 8, "groups_per_token": 4}
+    if sigmoids:
+        options |= {"sigmoids": True, "corrections": exact_corrections(2, 256).cuda(), "scale": 2.5}
+    found, expected = (choose(logits, router, 8, **options) for choose in (choose_experts, choose_experts_ref))
+    assert torch.equal(found.experts, expected.experts) and torch.equal(found.order, expected.order)
+    assert torch.allclose(found.weights, expected.weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8_block"])

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from expert_groups import Groups, chosen_experts, drawn_groups, exact_corrections, exact_rows, exact_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from tercet.model_executor.layers.experts import choose_experts
 from tercet.srt.model_files.experts_config import ExpertsConfig
+from tercet.srt.model_files.experts_deepseek import deepseek_v2_experts, deepseek_v3_experts, glm_experts
+from tercet.srt.model_files.settings import Settings
 
 
 def config_of(
@@ -46,6 +55,44 @@ def test_the_choice_is_that_of_the_definition(data: st.DataObject, groups: Group
         least = 1e-20 if corrected else 0.0  # the probabilities of all experts of some groups may be 0
         of_chosen /= of_chosen.sum(-1, keepdim=True).clamp(min=least)
     torch.testing.assert_close(found.weights.double(), of_chosen * 2.5, rtol=1e-6, atol=0, equal_nan=True)
+
+
+V2 = {
+    "n_routed_experts": 160,
+    "num_experts_per_tok": 6,
+    "n_group": 8,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0,
+}
+GLM = {"n_routed_experts": 24, "num_experts_per_tok": 5, "n_group": 6, "topk_group": 2, "norm_topk_prob": False}
+
+
+@pytest.mark.parametrize(
+    ("read", "kind", "router", "keys"),
+    [
+        (deepseek_v2_experts, DeepseekV2Config, DeepseekV2TopkRouter, V2),
+        (deepseek_v2_experts, DeepseekV2Config, DeepseekV2TopkRouter, V2 | {"topk_method": "greedy"}),
+        (deepseek_v3_experts, DeepseekV3Config, DeepseekV3TopkRouter, {}),
+        (glm_experts, Glm4MoeConfig, Glm4MoeTopkRouter, GLM),
+    ],
+)
+def test_the_choice_is_that_of_transformers(read: Any, kind: Any, router: Any, keys: dict[str, Any]) -> None:
+    theirs = kind(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, **keys)
+    config = read(Settings("config.json", theirs.to_dict()), 4)
+    assert config.num_groups == (1 if keys.get("topk_method") == "greedy" else theirs.n_group)
+    generator = torch.Generator().manual_seed(0)
+    router = router(theirs)
+    torch.nn.init.normal_(router.weight, generator=generator)
+    corrections = None
+    if config.has_corrections:
+        corrections = torch.nn.init.normal_(router.e_score_correction_bias, 0, 0.2, generator=generator)
+    with torch.no_grad():
+        logits, weights, experts = router(torch.randn(300, 64, generator=generator) / 8)
+        found = choose_experts(logits, config, corrections)
+    order, of_theirs = found.experts.argsort(-1), experts.argsort(-1)
+    assert torch.equal(found.experts.gather(1, order), experts.gather(1, of_theirs))
+    torch.testing.assert_close(found.weights.gather(1, order), weights.gather(1, of_theirs), rtol=1e-5, atol=0)
 
 
 def test_the_score_of_a_group_is_its_largest_probability() -> None:
