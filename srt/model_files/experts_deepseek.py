@@ -43,6 +43,8 @@ class _Keys(NamedTuple):
 
 _KEYS = _Keys("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
 _GGUF_KEYS = _Keys("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count")
+_SOFTMAX, _SIGMOID = 1, 2
+"""The functions of routers in GGUF files."""
 
 
 def glm_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
@@ -57,7 +59,10 @@ def dots_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
 
 def deepseek_v3_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     """The experts of DeepSeek V3."""
-    return _with_sigmoids(config, num_layers, _Defaults(256, 8, 2048, 1, 3, 8, 4, normalized=True, scale=2.5))
+    defaults = _Defaults(
+        256, 8, 2048, 1, num_dense=3, num_groups=8, groups_per_token=4, normalized=True, scale=2.5
+    )  # fmt: skip
+    return _with_sigmoids(config, num_layers, defaults)
 
 
 def deepseek_v2_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
@@ -89,7 +94,8 @@ def _experts(
     per_token = config.integer(_KEYS.num_experts_per_token, defaults.num_experts_per_token)
     groups = _Groups()
     if has_groups:
-        groups = _groups(config, _KEYS, num_experts, per_token, defaults, has_corrections=has_sigmoids)
+        default = defaults.num_groups, defaults.groups_per_token
+        groups = _groups(config, _KEYS, num_experts, per_token, default, has_corrections=has_sigmoids)
     return ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_token=per_token,
@@ -122,10 +128,6 @@ def deepseek_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | 
     return _gguf_experts(config, num_layers, has_sigmoids=function == _SIGMOID)
 
 
-_SOFTMAX, _SIGMOID = 1, 2
-"""The functions of routers in GGUF files."""
-
-
 def _gguf_experts(config: Settings, num_layers: int, *, has_sigmoids: bool) -> ExpertsConfig | None:
     num_dense = config.integer("leading_dense_block_count", 0, minimum=0)
     if num_dense >= num_layers:
@@ -133,7 +135,7 @@ def _gguf_experts(config: Settings, num_layers: int, *, has_sigmoids: bool) -> E
     width = config.integer("expert_feed_forward_length")
     num_experts = config.integer(_GGUF_KEYS.num_experts)
     per_token = config.integer(_GGUF_KEYS.num_experts_per_token)
-    groups = _groups(config, _GGUF_KEYS, num_experts, per_token, _Groups(), has_corrections=has_sigmoids)
+    groups = _groups(config, _GGUF_KEYS, num_experts, per_token, (1, None), has_corrections=has_sigmoids)
     return ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_token=per_token,
@@ -156,12 +158,15 @@ DEEPSEEK_GGUF_KEYS = (
 
 
 def _groups(
-    config: Settings, keys: _Keys, num_experts: int, per_token: int, defaults: _Defaults | _Groups, *,
+    config: Settings, keys: _Keys, num_experts: int, per_token: int, default: tuple[int | None, int | None], *,
     has_corrections: bool,
 ) -> _Groups:  # fmt: skip
-    """The groups of `num_experts` experts, of which a token has `per_token`. No groups if a token has all of them."""
-    num_groups = config.integer(keys.num_groups, defaults.num_groups)
-    kept = config.integer(keys.groups_per_token, defaults.groups_per_token, maximum=num_groups)
+    """The groups of `num_experts` experts, of which a token has `per_token`. If it chooses from all, there are none.
+
+    `default`: the numbers of groups and of those of a token in a file without their keys. None: the key is required.
+    """
+    num_groups = config.integer(keys.num_groups, default[0])
+    kept = config.integer(keys.groups_per_token, 1 if num_groups == 1 else default[1], maximum=num_groups)
     if num_groups == 1:
         return _Groups()
     if num_experts % num_groups:

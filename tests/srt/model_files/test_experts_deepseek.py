@@ -152,6 +152,11 @@ def test_a_token_with_all_groups_needs_none() -> None:
         ),
         (
             deepseek_gguf_experts,
+            GGUF_V2 | {"expert_group_used_count": None},
+            "expert_group_used_count must be an integer from 1 to 8, got None",
+        ),
+        (
+            deepseek_gguf_experts,
             GGUF_V2 | {"expert_used_count": 61},
             "expert_used_count must be at most 60, the experts of 3 groups, got 61",
         ),
