@@ -106,11 +106,11 @@ class TokenToKVPool:
             if not self._shares_keys:
                 self.v_buffer[layer][slots] = v
             return
-        tokens, heads, _ = k.shape
-        block, at = slots // self._panel, slots % self._panel
-        self.k_buffer[layer][block, :, :, at] = k.reshape(tokens, heads, -1, self._per_word)
-        word, half = at // self._per_word, at % self._per_word
-        self.v_buffer[layer][block, :, :, word, :, half] = v.reshape(tokens, heads, -1, self._panel)
+        # The sizes are written out: torch cannot tell them from no tokens.
+        heads, n, panel = k.shape[1], self._per_word, self._panel
+        block, at = slots // panel, slots % panel
+        self.k_buffer[layer][block, :, :, at] = k.reshape(-1, heads, k.shape[2] // n, n)
+        self.v_buffer[layer][block, :, :, at // n, :, at % n] = v.reshape(-1, heads, v.shape[2] // panel, panel)
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] of slots: int64 [T]."""

@@ -74,6 +74,7 @@ def test_a_pool_in_panels_holds_the_same(dtype: torch.dtype) -> None:
     slots = torch.tensor([32, 127, 70, 71, 49])
     for pool in (plain, panels):
         pool.set_kv(1, slots, k, v)
+        pool.set_kv(1, slots[:0], k[:0], v[:0])
     everywhere = torch.arange(128)
     for layer in (0, 1):
         for ours, theirs in zip(panels.get_kv(layer, everywhere), plain.get_kv(layer, everywhere), strict=True):
