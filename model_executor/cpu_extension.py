@@ -133,7 +133,12 @@ def multiplies(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and load() is not None
 
 
-def kv_panel(dtype: torch.dtype, head_dim: int) -> int | None:
-    """The panel of the KV pool in slots (csrc/cpu/kv_panels.h); None if attention has to pack K and V at each step."""
+def kv_panel(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> int | None:
+    """The panel of the KV pool in slots (csrc/cpu/kv_panels.h); None if attention has to pack K and V at each step.
+
+    `latent_dim`: that of latent attention, or None.
+    """
+    if not multiplies(dtype):
+        return None
     panel = 2 * lanes()
-    return panel if multiplies(dtype) and head_dim % panel == 0 else None
+    return panel if head_dim % panel == 0 and (latent_dim is None or latent_dim % panel == 0) else None

@@ -28,7 +28,7 @@ struct AttentionInputs {
   float scale;
   float cap_scale;     // scores become tanh(score * cap_scale) * scale; 0: they have no soft cap
   const float* sinks;  // [heads] logits that join the softmax without a value; nullptr: none
-  T* out;              // [tokens, heads * head_dim]
+  T* out;              // [tokens, heads * value_dim]
 };
 
 /// kInPanels: the pools are in panels (kv_panels.h).
@@ -48,23 +48,25 @@ class Attention {
         reader_(batch_, in_.pool),
         group_(batch_.group()),
         head_dim_(batch_.head_dim),
-        width_(round_up(head_dim_, kPanel)),
+        value_dim_(batch_.value_dim),
+        key_width_(round_up(head_dim_, kPanel)),
+        value_width_(round_up(value_dim_, kPanel)),
         scale_(in.scale * kLog2E),
         plan_(plan),
-        saved_(plan.num_saved, batch_.heads, group_, width_) {}
+        saved_(plan.num_saved, batch_.heads, group_, value_width_) {}
 
   void run() {
     ThreadPool& pool = ThreadPool::get();
     run_tasks(plan_.shared_tasks);
     run_tasks(plan_.own_tasks);
-    pool.run(plan_.queries_to_merge.size(), [&](int64_t i) { merge_splits(plan_.queries_to_merge[i]); });
+    pool.run(plan_.merges.size(), [&](int64_t i) { merge_splits(plan_.merges[i]); });
   }
 
  private:
   using Scratch = AttentionScratch<C, Reader>;
 
   /// Rows of a task for one KV head. The rows of a task are those of its first KV head, then those of the next.
-  int64_t rows_per_head(const Task& task) const { return task.queries.size() * group_; }
+  int64_t rows_per_head(const Task& task) const { return task.queries.size() * task.group.size(); }
   int64_t num_rows(const Task& task) const { return task.kv_heads.size() * rows_per_head(task); }
 
   /// The partial result of a task in a thread's memory.
@@ -95,14 +97,14 @@ class Attention {
   /// that shared tasks saved, then its own, and writes the output.
   void attend(const Task& task, const Task& next_task) const {
     const int64_t heads = task.kv_heads.size(), rows = num_rows(task);
-    Scratch& s = Scratch::with_room_for(heads, rows, width_);
+    Scratch& s = Scratch::with_room_for(heads, rows, key_width_, value_width_);
     for (int64_t head = 0; head < heads; ++head)
-      gather_queries(task, task.kv_heads.from + head, s.q.data() + head * rows_per_head(task) * width_);
+      gather_queries(task, task.kv_heads.from + head, s.q.data() + head * rows_per_head(task) * key_width_);
     const Partial total = partial(s.total, rows), one = partial(s.split, rows);
     bool first = true;
     if (const Query& query = plan_.queries[task.queries.from]; !task.saves && query.saved >= 0) {
       const Range before{query.splits.from, task.keys.from / kSplit};
-      saved_.merge(query, before, task.kv_heads, total, one);
+      saved_.merge(query, before, task, total, one);
       first = before.size() == 0;
     }
     for (int64_t from = task.keys.from, end; from < task.keys.end; from = end, first = false) {
@@ -117,9 +119,9 @@ class Attention {
       if (task.saves)
         save_split(task, from / kSplit, split.result);
       else if (!first)
-        merge(total, one, rows, width_);
+        merge(total, one, rows, value_width_);
     }
-    if (!task.saves) write_output(task.queries, task.kv_heads, total);
+    if (!task.saves) write_output(task, total);
   }
 
   /// Attends to the tiles of a split, from position `from` on. After them, this thread will probably attend to the tile
@@ -145,31 +147,31 @@ class Attention {
     std::fill_n(into.l, padded, 0.f);
     const Query& query = plan_.queries[task.queries.from];
     if (from % kSplit == 0 || from != query.shared) return;
-    saved_.load(query, from / kSplit, task.kv_heads, into);
+    saved_.load(query, from / kSplit, task, into);
     split.is_empty = false;
   }
 
   void save_split(const Task& task, int64_t split, Partial result) const {
     int64_t row = 0;
     for (int64_t head = task.kv_heads.from; head < task.kv_heads.end; ++head)
-      for (int64_t i = task.queries.from; i < task.queries.end; ++i, row += group_)
-        saved_.store(result, row, plan_.queries[i], split, head);
+      for (int64_t i = task.queries.from; i < task.queries.end; ++i, row += task.group.size())
+        saved_.store(result, row, plan_.queries[i], split, head, task.group);
   }
 
-  /// Merges the saved splits of a query and writes its output.
-  void merge_splits(int64_t index) const {
-    const Query& query = plan_.queries[index];
-    const Range all{0, batch_.kv_heads};
-    Scratch& s = Scratch::with_room_for(1, batch_.heads, width_);
-    const Partial total = partial(s.total, batch_.heads), one = partial(s.split, batch_.heads);
-    saved_.merge(query, query.splits, all, total, one);
-    write_output({index, index + 1}, all, total);
+  /// Merges the saved splits of the query of a task and writes its output.
+  void merge_splits(const Task& task) const {
+    const Query& query = plan_.queries[task.queries.from];
+    const int64_t rows = num_rows(task);
+    Scratch& s = Scratch::with_room_for(1, rows, key_width_, value_width_);
+    const Partial total = partial(s.total, rows), one = partial(s.split, rows);
+    saved_.merge(query, query.splits, task, total, one);
+    write_output(task, total);
   }
 
-  /// Copies the queries of a KV head: [num_queries * group, width], zeros beyond head_dim.
+  /// Copies the queries of a KV head: [num_queries * group, key_width], zeros beyond head_dim.
   void gather_queries(const Task& task, int64_t kv_head, C* to) const {
     for (int64_t i = task.queries.from; i < task.queries.end; ++i)
-      for (int64_t g = 0; g < group_; ++g, to += width_)
+      for (int64_t g = task.group.from; g < task.group.end; ++g, to += key_width_)
         copy_query(in_.q + plan_.queries[i].token * in_.q_stride + (kv_head * group_ + g) * head_dim_, to);
   }
 
@@ -185,14 +187,14 @@ class Attention {
       for (int64_t d = 0; d < head_dim_; d += kPanel)
         store_pair(to + d, load_pair(from + d, head_dim_ - d), head_dim_ - d);
     }
-    if (head_dim_ < width_) std::fill(to + head_dim_, to + width_, C(0.f));
+    if (head_dim_ < key_width_) std::fill(to + head_dim_, to + key_width_, C(0.f));
   }
 
   /// scores [rows, kTile] = q k' of tile `t` of a split
   void compute_scores(const Split& split, int64_t t) const {
     const Task& task = split.task;
     Scratch& s = split.scratch;
-    const int64_t rows = rows_per_head(task), tile_size = kTile * width_, at = t % split.tiles_at_once;
+    const int64_t rows = rows_per_head(task), at = t % split.tiles_at_once;
     for (int64_t head = 0; head < task.kv_heads.size(); ++head) {
       Panels& panels = s.panels[head * kTilesPerSplit + t];
       panels = reader_.panels(
@@ -200,13 +202,13 @@ class Attention {
           at,
           split.tiles_at_once,
           task.kv_heads.from + head,
-          s.k_panels.data() + head * tile_size,
-          s.v_panels.data() + (head * kTilesPerSplit + t) * tile_size);
-      const C* q = s.q.data() + head * rows * width_;
+          s.k_panels.data() + head * kTile * key_width_,
+          s.v_panels.data() + (head * kTilesPerSplit + t) * kTile * value_width_);
+      const C* q = s.q.data() + head * rows * key_width_;
       float* scores = s.scores.data() + head * rows * kTile;
       for (int64_t i = 0; i < s.tiles[t].num_keys; i += kPanel)
         for_each_piece(rows, [&](int64_t first, auto count) {
-          multiply_keys<count>(q + first * width_, panels.k[i / kPanel], first == 0, scores + first * kTile + i);
+          multiply_keys<count>(q + first * key_width_, panels.k[i / kPanel], first == 0, scores + first * kTile + i);
         });
     }
   }
@@ -221,7 +223,7 @@ class Attention {
     unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
     const auto multiply = [&](auto is_first) __attribute__((always_inline)) {
       multiply_panel<Dot<C>, kRows>(
-          q, width_, panel.numbers, kPanel * kPerWord, width_ / kPerWord, sums, panel.prefetcher(is_first, 0));
+          q, key_width_, panel.numbers, kPanel * kPerWord, key_width_ / kPerWord, sums, panel.prefetcher(is_first, 0));
     };
     is_first ? multiply(std::true_type()) : multiply(std::false_type());
     unrolled<kRows>([&](auto r) {
@@ -278,7 +280,7 @@ class Attention {
     float factors[kLanes];
     rescale.store(factors);
     for (int64_t r = 0; r < count; ++r)
-      if (factors[r] != 1.f) scale_row(into.acc + (first + r) * width_, width_, factors[r]);
+      if (factors[r] != 1.f) scale_row(into.acc + (first + r) * value_width_, value_width_, factors[r]);
   }
 
   /// Overwrites the scores of keys that a query does not see.
@@ -288,10 +290,10 @@ class Attention {
       const int64_t from = std::clamp<int64_t>(position + 1 - batch_.window, 0, padded_keys);
       const int64_t end = std::clamp<int64_t>(position + 1, 0, tile.num_keys);
       if (from == 0 && end == padded_keys) {
-        scores += group_ * kTile;
+        scores += task.group.size() * kTile;
         continue;
       }
-      for (int64_t g = 0; g < group_; ++g, scores += kTile) {
+      for (int64_t g = 0; g < task.group.size(); ++g, scores += kTile) {
         std::fill(scores, scores + from, kMasked);
         std::fill(scores + end, scores + padded_keys, kMasked);
       }
@@ -304,7 +306,7 @@ class Attention {
     const Task& task = split.task;
     const int64_t rows = rows_per_head(task);
     for (int64_t head = 0; head < task.kv_heads.size(); ++head)
-      for (int64_t d = 0; d < width_; d += kPanel)
+      for (int64_t d = 0; d < value_width_; d += kPanel)
         for_each_piece(rows, [&](int64_t first, auto count) { multiply_values<count>(split, head, first, d); });
     split.weighed.from = split.weighed.end;
     split.is_empty = false;
@@ -315,14 +317,14 @@ class Attention {
   [[gnu::always_inline]] void multiply_values(const Split& split, int64_t head, int64_t first, int64_t d) const {
     const Scratch& s = split.scratch;
     const int64_t rows = num_rows(split.task), row = head * rows_per_head(split.task) + first;
-    float* acc = split.result.acc + row * width_ + d;
+    float* acc = split.result.acc + row * value_width_ + d;
     Floats sums[kRows][2];
     if (split.is_empty)
       unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
     else
       unrolled<kRows>([&](auto r) {
-        sums[r][0] = load_floats(acc + r * width_);
-        sums[r][1] = load_floats(acc + r * width_ + kLanes);
+        sums[r][0] = load_floats(acc + r * value_width_);
+        sums[r][1] = load_floats(acc + r * value_width_ + kLanes);
       });
     const auto multiply_tiles = [&](auto is_first) __attribute__((always_inline)) {
       for (int64_t t = split.weighed.from; t < split.weighed.end; ++t) {
@@ -344,24 +346,24 @@ class Attention {
     };
     first == 0 ? multiply_tiles(std::true_type()) : multiply_tiles(std::false_type());
     unrolled<kRows>([&](auto r) {
-      store_floats(acc + r * width_, sums[r][0]);
-      store_floats(acc + r * width_ + kLanes, sums[r][1]);
+      store_floats(acc + r * value_width_, sums[r][0]);
+      store_floats(acc + r * value_width_ + kLanes, sums[r][1]);
     });
   }
 
   /// out = acc / (l + the weight of the sink)
-  void write_output(Range queries, Range kv_heads, Partial result) const {
+  void write_output(const Task& task, Partial result) const {
     int64_t row = 0;
-    for (int64_t kv_head = kv_heads.from; kv_head < kv_heads.end; ++kv_head)
-      for (int64_t i = queries.from; i < queries.end; ++i)
-        for (int64_t g = 0; g < group_; ++g, ++row) {
-          T* out = in_.out + (plan_.queries[i].token * batch_.heads + kv_head * group_ + g) * head_dim_;
+    for (int64_t kv_head = task.kv_heads.from; kv_head < task.kv_heads.end; ++kv_head)
+      for (int64_t i = task.queries.from; i < task.queries.end; ++i)
+        for (int64_t g = task.group.from; g < task.group.end; ++g, ++row) {
+          T* out = in_.out + (plan_.queries[i].token * batch_.heads + kv_head * group_ + g) * value_dim_;
           float total = result.l[row];
           // A weight that overflows is infinite, and then the output is zero.
           if (in_.sinks) total += std::exp2(in_.sinks[kv_head * group_ + g] * kLog2E - result.m[row]);
           const Vec inverse(1.f / total);
-          for (int64_t d = 0; d < head_dim_; d += kPanel)
-            store_pair(out + d, load_pair(result.acc + row * width_ + d) * inverse, head_dim_ - d);
+          for (int64_t d = 0; d < value_dim_; d += kPanel)
+            store_pair(out + d, load_pair(result.acc + row * value_width_ + d) * inverse, value_dim_ - d);
         }
   }
 
@@ -369,9 +371,9 @@ class Attention {
   const AttentionBatch& batch_;
   const Reader reader_;
   const int64_t group_;  // query heads that use a KV head
-  const int64_t head_dim_;
-  const int64_t width_;  // head_dim, rounded up to whole panels
-  const float scale_;    // of scores, times log2(e)
+  const int64_t head_dim_, value_dim_;
+  const int64_t key_width_, value_width_;  // these, rounded up to whole panels
+  const float scale_;                      // of scores, times log2(e)
   const AttentionPlan& plan_;
   const SavedSplits saved_;
 };

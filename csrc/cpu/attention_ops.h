@@ -8,11 +8,11 @@
 
 namespace tercet {
 
-/// The shape of a KV pool: plain [slots, kv_heads, head_dim], or in panels (kv_panels.h).
+/// The shape of a KV pool: plain [slots, kv_heads, head_dim], or in panels (kv_panels.h). Values have value_dim numbers.
 struct KVPoolShape {
-  int64_t kv_heads, head_dim, slots;
+  int64_t kv_heads, head_dim, value_dim, slots;
   bool in_panels;
-  int64_t stride;  // from slot to slot, or from block to block
+  int64_t k_stride, v_stride;  // from slot to slot, or from block to block
 };
 
 inline void check_panels(const Tensor& pool, const char* name, at::ScalarType type, at::IntArrayRef shape) {
@@ -26,18 +26,36 @@ inline void check_panels(const Tensor& pool, const char* name, at::ScalarType ty
 inline KVPoolShape check_kv_pools(const Tensor& k_pool, const Tensor& v_pool, at::ScalarType type) {
   const bool in_panels = k_pool.dim() != 3;
   const int64_t per_word = 4 / c10::elementSize(type), slots = k_pool.size(0), kv_heads = k_pool.size(1);
-  const int64_t dim = k_pool.size(2) * (in_panels ? per_word : 1);
-  TORCH_CHECK(kv_heads > 0 && dim > 0, "a KV pool must have heads with components, got shape ", k_pool.sizes());
+  TORCH_CHECK(v_pool.dim() == (in_panels ? 6 : 3), "v_pool must be plain or in panels like k_pool, got ", v_pool.sizes());
+  const int64_t dim = k_pool.size(2) * (in_panels ? per_word : 1), value_dim = v_pool.size(2) * (in_panels ? kPanel : 1);
+  TORCH_CHECK(
+      kv_heads > 0 && std::min(dim, value_dim) > 0, "a KV pool must have heads with components, got shapes ",
+      k_pool.sizes(), " and ", v_pool.sizes());
   if (!in_panels) {
     check(k_pool, "k_pool", type, {slots, kv_heads, dim});
-    check(v_pool, "v_pool", type, {slots, kv_heads, dim});
+    const bool has_keys = v_pool.data_ptr() == k_pool.data_ptr();  // as in latent attention
+    if (!has_keys || kv_heads > 1)
+      check(v_pool, "v_pool", type, {slots, kv_heads, value_dim});
+    else
+      TORCH_CHECK(
+          v_pool.scalar_type() == type && v_pool.sizes() == at::IntArrayRef({slots, 1, value_dim}) && value_dim <= dim &&
+              v_pool.stride(0) == dim && v_pool.stride(2) == 1,
+          "a v_pool in the memory of keys must be their first components, got shape ", v_pool.sizes());
   } else {
     TORCH_CHECK(dim % kPanel == 0, "heads must be whole panels");
     check_panels(k_pool, "k_pool", type, {slots, kv_heads, dim / per_word, kPanel, per_word});
-    check_panels(v_pool, "v_pool", type, {slots, kv_heads, dim / kPanel, kPanel / per_word, kPanel, per_word});
-    TORCH_CHECK(v_pool.stride(0) == k_pool.stride(0), "blocks of both pools must be equally far apart");
+    check_panels(v_pool, "v_pool", type, {slots, kv_heads, value_dim / kPanel, kPanel / per_word, kPanel, per_word});
   }
-  return {kv_heads, dim, slots * (in_panels ? kPanel : 1), in_panels, k_pool.stride(0)};
+  return {kv_heads, dim, value_dim, slots * (in_panels ? kPanel : 1), in_panels, k_pool.stride(0), v_pool.stride(0)};
+}
+
+/// The pool of models whose keys and values have the same size.
+inline KVPoolShape check_equal_pools(const Tensor& k_pool, const Tensor& v_pool, at::ScalarType type) {
+  const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
+  TORCH_CHECK(
+      pool.value_dim == pool.head_dim && pool.v_stride == pool.k_stride,
+      "k_pool and v_pool must have the same shape and strides, got ", k_pool.sizes(), " and ", v_pool.sizes());
+  return pool;
 }
 
 inline void rotate_and_store_op(
@@ -53,7 +71,7 @@ inline void rotate_and_store_op(
     const optional<Tensor>& q_scales,
     bool norm_after) {
   const auto type = qkv.scalar_type();
-  const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
+  const KVPoolShape pool = check_equal_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
   const int64_t tokens = qkv.size(0), num_positions = cos_sin.size(0), num_slots = pool.slots;
   const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
@@ -86,7 +104,7 @@ inline void rotate_and_store_op(
         });
   };
   if (pool.in_panels)
-    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{pool.stride, dim}); });
+    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{pool.k_stride, dim}); });
   else
     TERCET_ANY_FLOAT(type, [&] { call(scalar_t()); });
 }
@@ -121,7 +139,7 @@ inline Tensor attention_op(
     TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
   if (sinks) check(*sinks, "sinks", at::kFloat, {heads});
   TORCH_CHECK(!soft_cap || *soft_cap > 0, "a soft cap must be positive, got ", *soft_cap);
-  const auto out = empty_result({tokens, heads * dim}, q.options());
+  const auto out = empty_result({tokens, heads * pool.value_dim}, q.options());
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
   const AttentionBatch batch{
       .slot_table = slot_table.const_data_ptr<int32_t>(),
@@ -136,6 +154,7 @@ inline Tensor attention_op(
       .heads = heads,
       .kv_heads = kv_heads,
       .head_dim = dim,
+      .value_dim = pool.value_dim,
       .window = window.value_or(kEverything),
   };
   const auto call = [&]<typename T, bool kInPanels>() {
@@ -143,7 +162,7 @@ inline Tensor attention_op(
         .batch = batch,
         .q = q.const_data_ptr<T>(),
         .q_stride = q.stride(0),
-        .pool = {k_pool.const_data_ptr<T>(), v_pool.const_data_ptr<T>(), pool.stride},
+        .pool = {k_pool.const_data_ptr<T>(), v_pool.const_data_ptr<T>(), pool.k_stride, pool.v_stride},
         .scale = static_cast<float>(soft_cap.value_or(scale)),
         .cap_scale = soft_cap ? static_cast<float>(scale / *soft_cap) : 0.f,
         .sinks = data_or_null<float>(sinks),

@@ -19,8 +19,12 @@ constexpr int64_t kTile = 64;
 constexpr int64_t kSplit = 256;
 constexpr int64_t kTilesPerSplit = kSplit / kTile;
 static_assert(kSplit % kTile == 0 && kTile % kPanel == 0);
-/// Query rows that share one pass over keys and values. A token has as many rows for a KV head as query heads use it.
+/// Most query rows that share one pass over keys and values. A token has as many rows for a KV head as query heads use it.
 constexpr int64_t kQueryRows = 96;
+/// Most numbers of these rows: of queries, and of the results of a split and of all splits. They stay in the L2 cache.
+constexpr int64_t kRowNumbers = 80 * 1024;
+/// Fewest rows of a task that has only some query heads of a group.
+constexpr int64_t kFewestRows = 16;
 /// Bytes of keys and values of a tile, for all KV heads of a task. The next tile is prefetched into L2 beside it.
 constexpr int64_t kTileBytes = 128 * 1024;
 
@@ -32,7 +36,8 @@ struct AttentionBatch {
   const int64_t* seq_lens;   // [num_requests] its number of tokens, the new ones included
   const int64_t* starts;     // [num_requests + 1] its first new token; nullptr: each request has one new token
   int64_t max_tokens;        // new tokens that there is room for
-  int64_t num_requests, heads, kv_heads, head_dim;
+  int64_t num_requests, heads, kv_heads;
+  int64_t head_dim, value_dim;  // numbers of a key and of a value
   int64_t window;            // positions that a token sees, its own included
 
   bool operator==(const AttentionBatch&) const = default;
@@ -79,6 +84,7 @@ struct Query {
 struct Task {
   int64_t request;
   Range queries, keys, kv_heads;
+  Range group;  // of the query heads that use a KV head, those of this task
   /// Whether the result of each split is saved for the tasks that finish the queries. Otherwise this task finishes them.
   bool saves = false;
 };
@@ -86,7 +92,10 @@ struct Task {
 class AttentionPlan {
  public:
   AttentionPlan(const AttentionBatch& batch, int64_t bytes_per_number, int64_t num_threads)
-      : batch_(batch), max_tokens_(std::max<int64_t>(1, kQueryRows / batch.group())) {
+      : batch_(batch),
+        group_(batch.group()),
+        max_rows_(std::clamp(kRowNumbers / (batch.head_dim + 2 * batch.value_dim), kFewestRows, kQueryRows)),
+        max_tokens_(std::max<int64_t>(1, max_rows_ / group_)) {
     for (int64_t request = 0; request < batch.num_requests; ++request)
       if (batch.num_tokens(request) > 1) add_prompt(request);
     const int64_t first_decode = queries.size();
@@ -94,14 +103,14 @@ class AttentionPlan {
       if (batch.num_tokens(request) == 1) add_query(request, 0);
     const Range decodes{first_decode, static_cast<int64_t>(queries.size())};
     share_prefixes(decodes);
-    const int64_t heads_per_tile = kTileBytes / (2 * kTile * batch.head_dim * bytes_per_number);
+    const int64_t heads_per_tile = kTileBytes / (kTile * (batch.head_dim + batch.value_dim) * bytes_per_number);
     add_decodes(decodes, std::clamp<int64_t>(heads_per_tile, 1, batch.kv_heads), num_threads);
   }
 
   std::vector<Query> queries;
   std::vector<Task> shared_tasks;  // to be finished before own_tasks begin
   std::vector<Task> own_tasks;
-  std::vector<int64_t> queries_to_merge;  // those whose splits are all saved, and merged when all tasks are finished
+  std::vector<Task> merges;        // of one query, whose splits are all saved; to be merged when all tasks are finished
   int64_t num_saved = 0;
 
  private:
@@ -125,8 +134,19 @@ class AttentionPlan {
       for (int64_t piece = pieces - 1; piece >= 0; --piece) {
         const Range part{first + tokens * piece / pieces, first + tokens * (piece + 1) / pieces};
         const Range keys{own_keys(queries[part.from]).from, queries[part.end - 1].position + 1};
-        own_tasks.push_back({request, part, keys, {kv_head, kv_head + 1}});
+        for_each_part(fewest_parts(), [&](Range group) {
+          own_tasks.push_back({request, part, keys, {kv_head, kv_head + 1}, group});
+        });
       }
+  }
+
+  /// The fewest parts that a group must be divided into, so that a task of one token has at most max_rows_ rows.
+  int64_t fewest_parts() const { return ceil_div(group_, max_rows_); }
+
+  /// Divides the query heads of a group into parts of nearly equal size. Calls f(part) for each.
+  template <typename F>
+  void for_each_part(int64_t parts, const F& f) const {
+    for (int64_t part = 0; part < parts; ++part) f(Range{group_ * part / parts, group_ * (part + 1) / parts});
   }
 
   /// Finds decoding queries whose first keys are in the same slots. Compares one split after the other.
@@ -178,7 +198,9 @@ class AttentionPlan {
     for (int64_t kv_head = 0; kv_head < batch_.kv_heads; ++kv_head)
       for (int64_t piece = 0; piece < pieces; ++piece) {
         const Range part{first + num * piece / pieces, first + num * (piece + 1) / pieces};
-        shared_tasks.push_back({queries[first].request, part, keys, {kv_head, kv_head + 1}, true});
+        for_each_part(fewest_parts(), [&](Range group) {
+          shared_tasks.push_back({queries[first].request, part, keys, {kv_head, kv_head + 1}, group, true});
+        });
       }
   }
 
@@ -193,31 +215,38 @@ class AttentionPlan {
     int64_t splits = 0;
     for (int64_t i = decodes.from; i < decodes.end; ++i)
       splits += queries[i].splits.end - own_keys(queries[i]).from / kSplit;
-    // With few splits, each head of each split is a task of its own. With many, a task has as many splits and heads as
-    // leave enough tasks for all threads.
+    // With few splits, each head of each split is a task of its own, or several tasks, if its group is large. With many, a
+    // task has as many splits and heads as leave enough tasks for all threads.
     const int64_t wanted = 8 * num_threads, max_splits = std::max<int64_t>(1, splits / wanted);
     const int64_t heads = splits < wanted ? 1 : heads_per_tile;
+    const int64_t wanted_parts = ceil_div(wanted, std::max<int64_t>(1, splits * batch_.kv_heads));
+    const int64_t group_parts = std::max(fewest_parts(), std::min(wanted_parts, group_ / kFewestRows));
     for (int64_t i = decodes.from; i < decodes.end; ++i) {
       const Range keys = own_keys(queries[i]);
       const int64_t first = keys.from / kSplit, num = ceil_div(keys.end, kSplit) - first;
       const int64_t parts = keys.size() > 0 ? ceil_div(num, max_splits) : 0;
       if (parts != 1) {
         save_splits(queries[i]);
-        queries_to_merge.push_back(i);
+        for_each_part(group_parts, [&](Range group) {
+          merges.push_back({queries[i].request, {i, i + 1}, {0, 0}, {0, batch_.kv_heads}, group});
+        });
       }
       for (int64_t part = 0; part < parts; ++part) {
         const Range part_keys{
             std::max(keys.from, (first + num * part / parts) * kSplit),
             std::min(keys.end, (first + num * (part + 1) / parts) * kSplit)};
         for (int64_t head = 0; head < batch_.kv_heads; head += heads)
-          own_tasks.push_back(
-              {queries[i].request, {i, i + 1}, part_keys, {head, std::min(head + heads, batch_.kv_heads)}, parts > 1});
+          for_each_part(group_parts, [&](Range group) {
+            const Range kv_heads{head, std::min(head + heads, batch_.kv_heads)};
+            own_tasks.push_back({queries[i].request, {i, i + 1}, part_keys, kv_heads, group, parts > 1});
+          });
       }
     }
   }
 
   const AttentionBatch& batch_;
-  const int64_t max_tokens_;  // of a task
+  const int64_t group_;
+  const int64_t max_rows_, max_tokens_;  // of a task
 };
 
 /// The plan of a batch. It is made when it is first asked for, and again after `forget`.

@@ -18,16 +18,17 @@ struct AttentionScratch {
   std::vector<typename Reader::Panels> panels;
   typename Reader::Tile tiles[kTilesPerSplit + 1];  // of a split, and the one after it
 
-  /// That of this thread, with room for so many KV heads, and so many rows of all heads together.
-  static AttentionScratch& with_room_for(int64_t heads, int64_t rows, int64_t width) {
+  /// That of this thread, with room for so many KV heads, and so many rows of all heads together. Widths: of keys and of
+  /// values
+  static AttentionScratch& with_room_for(int64_t heads, int64_t rows, int64_t key_width, int64_t value_width) {
     static thread_local AttentionScratch scratch;
-    scratch.grow(scratch.q, rows * width);
-    scratch.grow(scratch.k_panels, heads * kTile * width);
-    scratch.grow(scratch.v_panels, heads * kSplit * width);
+    scratch.grow(scratch.q, rows * key_width);
+    scratch.grow(scratch.k_panels, heads * kTile * key_width);
+    scratch.grow(scratch.v_panels, heads * kSplit * value_width);
     scratch.grow(scratch.weights, rows * kSplit);
     scratch.grow(scratch.scores, rows * kTile);
-    scratch.grow(scratch.split, padded_rows(rows) * (width + 2));
-    scratch.grow(scratch.total, padded_rows(rows) * (width + 2));
+    scratch.grow(scratch.split, padded_rows(rows) * (value_width + 2));
+    scratch.grow(scratch.total, padded_rows(rows) * (value_width + 2));
     scratch.grow(scratch.panels, heads * kTilesPerSplit);
     return scratch;
   }

@@ -2,7 +2,7 @@
 // and memory is read from end to end. README.md has a picture.
 //
 // The pool consists of blocks of kPanel slots, [blocks, kv_heads, ...]. Keys of a block and head:
-// [head_dim / kPerWord][kPanel][kPerWord]; values: [head_dim / kPanel][kPanel / kPerWord][kPanel][kPerWord]. A page is
+// [head_dim / kPerWord][kPanel][kPerWord]; values: [value_dim / kPanel][kPanel / kPerWord][kPanel][kPerWord]. A page is
 // one block or several, so the slots of a block hold neighbouring positions of one request. Blocks of one layer are
 // block_stride numbers apart.
 #pragma once
@@ -31,20 +31,21 @@ inline std::pair<Floats, Floats> value_words(Floats even, Floats odd) {
   return {reinterpret_cast<Floats>(pairs.first), reinterpret_cast<Floats>(pairs.second)};
 }
 
+/// The keys or the values of a layer. dim: the numbers of one of them.
 template <typename T>
 struct KVPanels {
   static constexpr int64_t kPerWord = Dot<T>::kPerWord;
 
-  int64_t block_stride, head_dim;
+  int64_t block_stride, dim;
 
   /// The words of a KV head in the block of `slot`.
   float* block(T* pool, int64_t slot, int64_t kv_head) const {
-    return reinterpret_cast<float*>(pool + slot / kPanel * block_stride + kv_head * kPanel * head_dim);
+    return reinterpret_cast<float*>(pool + slot / kPanel * block_stride + kv_head * kPanel * dim);
   }
 
   /// Stores the keys of `count` slots from `slot` on, in one group of kLanes slots. Keys are `stride` numbers apart.
   void store_keys(const T* keys, int64_t stride, int64_t slot, int64_t count, int64_t kv_head, T* pool) const {
-    const int64_t words = head_dim / kPerWord;
+    const int64_t words = dim / kPerWord;
     float* to = block(pool, slot, kv_head) + slot % kPanel;
     if (count == kLanes)
       for (int64_t w = 0; w < words; w += kLanes)
@@ -60,7 +61,7 @@ struct KVPanels {
   void store_values(const T* values, int64_t stride, int64_t slot, int64_t count, int64_t kv_head, T* pool) const {
     float* const start = block(pool, slot, kv_head);
     for (int64_t i = -(slot % kPerWord); i < count; i += kPerWord)
-      for (int64_t d = 0; d < head_dim; d += kLanes * kPerWord) {
+      for (int64_t d = 0; d < dim; d += kLanes * kPerWord) {
         const auto value = [&](int64_t i) {
           return 0 <= i && i < count ? load_words(values + i * stride + d) : Floats{};
         };

@@ -23,7 +23,7 @@ constexpr float kMaxTileSum = 4096;
 struct Partial {
   float* m;    // [rows]
   float* l;    // [rows]
-  float* acc;  // [rows, width]
+  float* acc;  // [rows, width of values]
 };
 
 /// The largest score of each of `count` rows, for keys in kPanels panels. Rows of scores are kTile numbers apart. Lane i has

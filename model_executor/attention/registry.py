@@ -62,27 +62,31 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, backend: str) -> torch.dtype
     return _KV_DTYPES[name]
 
 
-def kv_panel(backend: str, page_size: int, head_dim: int, dtype: torch.dtype) -> int | None:
+def kv_panel(
+    backend: str, page_size: int, head_dim: int, dtype: torch.dtype, latent_dim: int | None = None
+) -> int | None:
     """The panel of the KV pool in slots, or None if the pool has no panels (`TokenToKVPool`).
 
-    `backend`: a name from `resolve_attention_backend`.
+    `backend`: a name from `resolve_attention_backend`. `latent_dim`: that of latent attention, or None.
     """
-    panel = cpu_extension.kv_panel(dtype, head_dim) if backend == "cpu" else None
+    panel = cpu_extension.kv_panel(dtype, head_dim, latent_dim) if backend == "cpu" else None
     return panel if panel is not None and page_size % panel == 0 else None
 
 
-def default_page_size(backend: str, head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> int:
+def default_page_size(
+    backend: str, head_dim: int, kv_dtype: torch.dtype, device: torch.device, latent_dim: int | None = None
+) -> int:
     """The default page size in tokens: PAGE_OF_PANELS if the pool can have panels, PAGE_OF_KV_TILES if extend attention
     has a paged tile for the GPU, else 1.
 
-    `backend`: a name from `resolve_attention_backend`.
+    `backend`: a name from `resolve_attention_backend`. `latent_dim`: that of latent attention, or None.
     """
     if backend == "triton":
         arch, fp8, fp32 = arch_of(device), kv_dtype == torch.float8_e4m3fn, kv_dtype == torch.float32
         if arch == INTERPRETER:  # only tests, whose pools are small
             return 1
         return PAGE_OF_KV_TILES if extend_tile(arch, head_dim, fp8, fp32=fp32, page_size=PAGE_OF_KV_TILES).paged else 1
-    return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, kv_dtype) is None else PAGE_OF_PANELS
+    return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, kv_dtype, latent_dim) is None else PAGE_OF_PANELS
 
 
 def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> AttentionBackend:

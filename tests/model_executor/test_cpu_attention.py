@@ -24,13 +24,17 @@ ops = torch.ops.tercet_cpu
 class Problem:
     """Requests with their keys and values scattered over a pool in which everything else is NaN.
 
-    `shared`: for each request a request before it and how many of its tokens are its own first ones, too.
+    `shared`: for each request a request before it and how many of its tokens are its own first ones, too. `latent_dim`:
+    values are that many components of keys.
     """
 
-    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed, shared=None, sinks=None, soft_cap=None):
+    def __init__(
+        self, dtype, kv_heads, group, head_dim, lens, seed, shared=None, sinks=None, soft_cap=None, latent_dim=None
+    ):
         generator = torch.Generator().manual_seed(seed)
         size, context = sum(lens) + 40, max(lens) + 3
         self.k, self.v = (torch.full((size, kv_heads, head_dim), math.nan).to(dtype) for _ in range(2))
+        self.latent_dim = latent_dim
         self.table = torch.zeros(len(lens) + 2, context, dtype=torch.int32)
         self.rows = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)] + 1
         self.lens = lens
@@ -45,6 +49,8 @@ class Problem:
             self.v[slots] = torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype)
             q = torch.randn(length + common, kv_heads * group, head_dim, generator=generator)
             self.q.append(q.mul(2).to(dtype))
+        if latent_dim is not None:
+            self.v = self.k[..., :latent_dim]
         self.scale = head_dim**-0.5
         self.sinks = sinks
         self.soft_cap = soft_cap
@@ -54,11 +60,11 @@ class Problem:
         """The same requests over a pool in panels, as `rotate_and_store` leaves it."""
         problem = copy.copy(self)
         _, kv_heads, head_dim = self.k.shape
-        panel = cpu_extension.kv_panel(self.k.dtype, head_dim)
+        panel = cpu_extension.kv_panel(self.k.dtype, head_dim, self.latent_dim)
         pages = -(-max(self.lens) // PAGE_OF_PANELS)
-        pool = TokenToKVPool(
-            pages * PAGE_OF_PANELS * len(self.lens), PAGE_OF_PANELS, 1, kv_heads, head_dim, self.k.dtype, "cpu", panel
-        )
+        num_tokens = pages * PAGE_OF_PANELS * len(self.lens)
+        sizes = num_tokens, PAGE_OF_PANELS, 1, kv_heads, head_dim
+        pool = TokenToKVPool(*sizes, self.k.dtype, "cpu", panel, self.latent_dim)
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.fill_(math.nan)
         problem.table = torch.zeros(len(self.table), pages * PAGE_OF_PANELS, dtype=torch.int32)
@@ -74,13 +80,14 @@ class Problem:
                 new = page * PAGE_OF_PANELS + torch.arange(PAGE_OF_PANELS)
                 problem.table[row, start : start + PAGE_OF_PANELS] = new.int()
                 after = new[len(old) : len(old) + len(old) % 2]
-                pool.set_kv(0, after, *torch.zeros(2, len(after), kv_heads, head_dim))
+                zeros = (torch.zeros(len(after), kv_heads, dim) for dim in (head_dim, self.v.shape[2]))
+                pool.set_kv(0, after, *zeros)
                 pool.set_kv(0, new[: len(old)], self.k[old], self.v[old])
         problem.pools = pool.k_buffer[0], pool.v_buffer[0]
         return problem
 
     def attend(self, requests, starts, ends, window=None):
-        """Tokens [start, end) of some requests in one call: a list of [end - start, heads * head_dim]."""
+        """Tokens [start, end) of some requests in one call: a list of [end - start, heads * value_dim]."""
         q = torch.cat([self.q[r][a:b] for r, a, b in zip(requests, starts, ends, strict=True)])
         counts = torch.tensor([0, *(b - a for a, b in zip(starts, ends, strict=True))])
         # queries are part of a wider projection
@@ -167,6 +174,52 @@ def test_scores_may_rise_in_any_tile(dtype):
         assert_close(whole, problem.expected(0, 0, length, None), dtype)
         for position in (63, 64, 200, 257, 511, 599):
             assert torch.equal(each.attend([0], [position], [position + 1])[0][0], whole[position])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_latent_attention(data):
+    """Values are components of keys, in a plain pool and in panels, whatever parts the query heads are divided into."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    group = data.draw(st.sampled_from([1, 16, 20, 33, 64, 128]))
+    head_dim, latent_dim = data.draw(st.sampled_from([(24, 10), (80, 64), (96, 64), (96, 32), (576, 512)]))
+    window = data.draw(st.sampled_from([None, None, 33, 300]))
+    lens = data.draw(st.lists(st.one_of(st.integers(1, 70), st.integers(1, 600)), min_size=1, max_size=3))
+    shared = [(0, 0), *((0, data.draw(st.sampled_from([0, min(lens[0], n - 1)]))) for n in lens[1:])]
+    starts = [max(0, n - data.draw(st.sampled_from([1, 1, 5, 20]))) for n in lens]
+    seed = data.draw(st.integers(0, 2**31))
+    sinks = random_sinks(group, seed) if data.draw(st.booleans()) else None
+    soft_cap = data.draw(st.sampled_from([None, 3.0]))
+    problem = Problem(dtype, 1, group, head_dim, lens, seed, shared, sinks, soft_cap, latent_dim)
+    if data.draw(st.booleans()):  # values have their own memory
+        problem.pools = problem.k, problem.v.contiguous()
+    requests = list(range(len(lens)))
+    together = problem.attend(requests, starts, lens, window)
+    for request, out in enumerate(together):
+        assert_close(out, problem.expected(request, starts[request], lens[request], window), dtype)
+        alone = problem.attend([request], [lens[request] - 1], [lens[request]], window)[0]
+        assert torch.equal(alone[0], out[-1])
+    has_panels = cpu_extension.kv_panel(dtype, head_dim, latent_dim) is not None
+    for each in (problem, problem.in_panels()) if has_panels else (problem,):
+        for threads in (1, 6):
+            ops.set_num_threads(threads)
+            try:
+                again = each.attend(requests, starts, lens, window)
+            finally:
+                ops.set_num_threads(0)
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_attention_has_the_same_bits_in_any_step(dtype):
+    lens = [620, 1, 257]
+    problem = Problem(dtype, 1, 40, 96, lens, 3, latent_dim=64)
+    for each in (problem, problem.in_panels()) if cpu_extension.kv_panel(dtype, 96, 64) else (problem,):
+        whole = [each.attend([r], [0], [n])[0] for r, n in enumerate(lens)]
+        for chunk in (1, 2, 7, 100):
+            starts = [max(0, n - chunk) for n in lens]
+            for out, all_of_request, start in zip(each.attend([0, 1, 2], starts, lens), whole, starts, strict=True):
+                assert torch.equal(out, all_of_request[start:]), chunk
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,6 +315,25 @@ def test_attention_reads_only_inside_the_pool(in_panels, slot):
         attend(256, window=33)
     starts = torch.tensor([0, 3, 3])  # no new token of this request
     attend(0)
+
+
+def test_pools_that_do_not_fit_each_other_are_refused():
+    panel = 2 * cpu_extension.lanes()
+    keys, two_heads = torch.zeros(64, 1, 96), torch.zeros(64, 2, 32)
+    in_panels = keys.view(-1, 1, 96, panel, 1)
+    table, one = torch.zeros(3, 12, dtype=torch.int32), torch.tensor([1])
+    for k, v, error in (
+        (keys, in_panels, "v_pool must be plain or in panels like k_pool"),
+        (keys, keys[::2], "must be their first components"),
+        (keys, keys[..., ::2], "must be their first components"),
+        (keys, keys.view(-1, 1, 192), "must be their first components"),
+        (keys, keys[..., 32:], "v_pool must be contiguous"),
+        (two_heads, two_heads[..., :16], "v_pool must be contiguous"),
+        (keys, keys[..., :0], "must have heads with components"),
+        (in_panels, keys[:32].clone().view(-1, 1, 96 // panel, panel, panel, 1), "v_pool must have shape"),
+    ):
+        with pytest.raises(RuntimeError, match=error):
+            ops.attention(torch.randn(1, k.shape[1], k.shape[2]), k, v, table, one, one, None, None, 1.0)
 
 
 def test_queries_of_a_wrong_shape_are_refused():

@@ -1,6 +1,9 @@
-"""Sinks and soft caps on a CPU: the compiled backend against torch's, and layers whose sinks are overwritten."""
+"""Sinks, soft caps and latent attention on a CPU: the compiled backend against torch's, and layers whose sinks are
+overwritten."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +24,8 @@ from hypothesis import strategies as st
 
 from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.attention.registry import create_attention_backend
+from tercet.model_executor.attention.base import AttentionSpec
+from tercet.model_executor.attention.registry import create_attention_backend, kv_panel
 from tercet.model_executor.layers.kinds import layers_for
 from tercet.model_executor.models.family import family_of
 from tercet.srt.model_files.rope_config import RopeConfig
@@ -70,6 +74,44 @@ def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, lens, de
     )
     for out, want in zip(ours, reference, strict=True):
         assert error_of(out, want) < (1e-5 if dtype == torch.float32 else 1.5e-2)
+
+
+@needs_build
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**31),
+    heads=st.sampled_from([1, 16, 40]),
+    page_size=st.sampled_from([1, 32]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    lens=st.lists(st.integers(12, CONTEXT), min_size=1, max_size=3),
+    decode=st.booleans(),
+)
+def test_latent_attention_is_the_torch_backends(seed, heads, page_size, dtype, lens, decode):
+    head_dim, latent_dim = 96, 64
+    g = torch.Generator().manual_seed(seed)
+    layer = AttentionSpec(
+        num_heads=heads, num_kv_heads=1, head_dim=head_dim, scale=0.1, rope=RopeConfig(), latent_dim=latent_dim
+    )
+    specs = [layer, replace(layer, window=20)]
+    pages = torch.randperm(len(lens) * 4, generator=g).view(len(lens), 4) + 1  # of 32 tokens
+    table = (pages[:, :, None] * 32 + torch.arange(32)).flatten(1).int()
+    rows = [Row(i, n) for i, n in enumerate(lens)]
+    batch = make_batch(rows, [1 if decode or i % 2 else 12 for i in range(len(lens))], table, decode)
+    past = torch.randn(table.numel(), 1, head_dim, generator=g).to(dtype)
+    q, k = (torch.randn(len(batch.positions), n, head_dim, generator=g).to(dtype) for n in (heads, 1))
+    outs = {}
+    for name in ("cpu", "torch"):
+        panel = kv_panel(name, page_size, head_dim, dtype, latent_dim)
+        assert (panel is not None) == (name == "cpu" and page_size == 32)
+        pool = TokenToKVPool(table.numel() + 32, page_size, 2, 1, head_dim, dtype, "cpu", panel, latent_dim)
+        for layer_id in range(2):
+            pool.set_kv(layer_id, table.flatten().long(), past, past[..., :latent_dim])
+        backend = create_attention_backend(name, specs, pool)
+        backend.plan(batch)
+        outs[name] = [backend.forward(q, k, k[..., :latent_dim], layer_id, batch) for layer_id in range(2)]
+    for ours, wanted in zip(*outs.values(), strict=True):
+        assert ours.shape == (len(q), heads * latent_dim)
+        assert error_of(ours, wanted) < (1e-5 if dtype == torch.float32 else 1.5e-2)
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("cpu", marks=needs_build)])

@@ -35,24 +35,32 @@ def test_few_tokens_get_pages_of_one(settings: dict[str, Any], expected: int | N
 
 
 @pytest.mark.parametrize(
-    ("backend", "head_dim", "dtype", "expected"),
+    ("backend", "head_dim", "latent_dim", "dtype", "expected"),
     [
-        ("cpu", 64, BF16, 32),
-        ("cpu", 80, BF16, 1),
-        ("cpu", 64, FP16, 1),
-        ("torch", 64, BF16, 1),
-        ("triton", 64, BF16, 1),
+        ("cpu", 64, None, BF16, 32),
+        ("cpu", 80, None, BF16, 1),
+        ("cpu", 96, 64, BF16, 32),
+        ("cpu", 96, 80, BF16, 1),
+        ("cpu", 80, 64, BF16, 1),
+        ("cpu", 64, None, FP16, 1),
+        ("torch", 64, None, BF16, 1),
+        ("triton", 64, None, BF16, 1),
     ],
 )
 def test_pages_are_whole_panels_where_there_are_any(
-    backend: str, head_dim: int, dtype: torch.dtype, expected: int, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    head_dim: int,
+    latent_dim: int | None,
+    dtype: torch.dtype,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu_extension, "lanes", lambda: 16)
     monkeypatch.setattr(cpu_extension, "multiplies", lambda dtype: dtype is not FP16)
-    assert registry.default_page_size(backend, head_dim, dtype, torch.device("cpu")) == expected
-    panel = registry.kv_panel(backend, 64, head_dim, dtype)
+    assert registry.default_page_size(backend, head_dim, dtype, torch.device("cpu"), latent_dim) == expected
+    panel = registry.kv_panel(backend, 64, head_dim, dtype, latent_dim)
     assert panel == (32 if expected > 1 else None)
-    assert registry.kv_panel(backend, 16, head_dim, dtype) is None
+    assert registry.kv_panel(backend, 16, head_dim, dtype, latent_dim) is None
 
 
 @pytest.mark.parametrize(
