@@ -6,6 +6,7 @@
 #include "choice_ops.h"
 #include "experts_ops.h"
 #include "gated_ops.h"
+#include "latent_ops.h"
 #include "layer_ops.h"
 #include "lora_ops.h"
 #include "onednn.h"
@@ -91,6 +92,11 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "Tensor? k_norm, float eps, Tensor(b!) k_pool, Tensor(c!) v_pool, Tensor? q_scales=None, "
       "bool norm_after=False) -> ()",
       &rotate_and_store_op);
+  m.def(
+      "rotate_and_store_latent(Tensor q, Tensor(a!) q_out, Tensor(b!) projected, Tensor positions, Tensor slots, "
+      "Tensor cos_sin, Tensor norm, float eps, Tensor(c!) k_pool, Tensor(d!) v_pool) -> ()",
+      &rotate_and_store_latent_op);
+  m.def("head_linear(Tensor x, Tensor packed, int n, int room=0) -> Tensor", &head_linear_op);
   m.def(
       "attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor slot_table, Tensor rows, Tensor seq_lens, "
       "Tensor? starts, int? window, float scale, Tensor? sinks=None, float? soft_cap=None) -> Tensor",

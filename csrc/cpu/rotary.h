@@ -67,13 +67,10 @@ void rotate_row(T* row, int64_t position, const Heads<T>& h) {
   rotate_heads(row + h.heads * h.head_dim, h.kv_heads, h.k_norm, 1.f, cos_sin, h);
 }
 
-/// Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls
-/// store(keys of the first token, slot of the first token, tokens) for each run: tokens whose slots are neighbours in the
-/// same group of kLanes slots. No two threads have tokens of the same run.
-template <typename T, typename Store>
-void rotate_and_store(
-    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, const Store& store) {
-  const int64_t row_size = h.row_size();
+/// Divides tokens, each with row_size numbers, into runs: tokens whose slots are neighbours in the same group of kLanes
+/// slots. Calls f(first token of a run, that of the next, the last token of the thread's block + 1) for each.
+template <typename F>
+void for_each_run_of_slots(const int64_t* slots, int64_t tokens, int64_t row_size, const F& f) {
   const auto next_run = [&](int64_t token) {
     while (0 < token && token < tokens && slots[token] % kLanes > 0 && slots[token] == slots[token - 1] + 1) ++token;
     return token;
@@ -82,13 +79,24 @@ void rotate_and_store(
     end = next_run(end);
     for (int64_t run = next_run(first), next; run < end; run = next) {
       next = next_run(run + 1);
-      for (int64_t token = run; token < next; ++token) {
-        T* row = qkv + token * row_size;
-        if (token + 1 < end) prefetch_to_write(row + row_size, row_size);
-        rotate_row(row, positions[token], h);
-      }
-      store(qkv + run * row_size + h.heads * h.head_dim, slots[run], next - run);
+      f(run, next, end);
     }
+  });
+}
+
+/// Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls
+/// store(keys of the first token, slot of the first token, tokens) for each run of slots.
+template <typename T, typename Store>
+void rotate_and_store(
+    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, const Store& store) {
+  const int64_t row_size = h.row_size();
+  for_each_run_of_slots(slots, tokens, row_size, [&](int64_t run, int64_t next, int64_t end) {
+    for (int64_t token = run; token < next; ++token) {
+      T* row = qkv + token * row_size;
+      if (token + 1 < end) prefetch_to_write(row + row_size, row_size);
+      rotate_row(row, positions[token], h);
+    }
+    store(qkv + run * row_size + h.heads * h.head_dim, slots[run], next - run);
   });
 }
 
