@@ -9,20 +9,23 @@ import torch
 
 from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from .. import cpu_extension
-from ..kernels.tuning import INTERPRETER, arch_of, extend_tile
+from ..kernels.tuning import INTERPRETER, arch_of, extend_tile, latent_extend_tile
 from .base import AttentionBackend, AttentionSpec
 
 _PACKAGE = __package__
 HOPPER = "hopper"
 """What `--hopper-prefill` makes of the backend triton."""
+_LATENT = "latent"
+"""What latent attention makes of it."""
 # Modules are imported on use: importing the Triton backend takes half a second that a CPU server does not need.
 _BACKENDS = {
     "torch": ("torch_backend", "TorchAttentionBackend"),
     "cpu": ("cpu_backend", "CpuAttentionBackend"),
     "triton": ("triton_backend", "TritonAttentionBackend"),
     HOPPER: ("hopper_backend", "HopperAttentionBackend"),
+    _LATENT: ("latent_backend", "LatentAttentionBackend"),
 }
-BACKEND_NAMES = tuple(name for name in _BACKENDS if name != HOPPER)
+BACKEND_NAMES = ("torch", "cpu", "triton")
 """What a user may choose."""
 _KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 PAGE_OF_PANELS = 32
@@ -85,12 +88,16 @@ def default_page_size(
         arch, fp8, fp32 = arch_of(device), kv_dtype == torch.float8_e4m3fn, kv_dtype == torch.float32
         if arch == INTERPRETER:  # only tests, whose pools are small
             return 1
+        if latent_dim is not None:
+            return PAGE_OF_KV_TILES if latent_extend_tile(arch, PAGE_OF_KV_TILES).paged else 1
         return PAGE_OF_KV_TILES if extend_tile(arch, head_dim, fp8, fp32=fp32, page_size=PAGE_OF_KV_TILES).paged else 1
     return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, kv_dtype, latent_dim) is None else PAGE_OF_PANELS
 
 
 def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> AttentionBackend:
     """Make the backend called `name`: HOPPER, or a result of `resolve_attention_backend`. `specs`: one per layer."""
+    if name == "triton" and specs[0].latent_dim is not None:
+        name = _LATENT
     module, cls = _BACKENDS[name]
     backend = getattr(import_module(f".{module}", _PACKAGE), cls)(specs, kv_pool)
     assert isinstance(backend, AttentionBackend)

@@ -20,14 +20,14 @@ from ..kernels.extend_attention import extend_attention, extend_work, max_part_b
 from ..kernels.fused_decode import can_fuse_decode, fused_decode
 from ..kernels.skinny_linear import MAX_ROWS
 from ..kernels.store_kv import store_kv
-from ..kernels.tuning import arch_of, cdiv, decode_tile, extend_tile
+from ..kernels.tuning import DecodeTile, ExtendTile, arch_of, cdiv, decode_tile, extend_tile
 from ..kernels.work_map import WorkMap, split_map
 from ..step import ForwardMode, Int32Array
 from .base import AttentionBackend, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeLaunch:
+class DecodeLaunch:
     """What one launch of decode attention serves: all requests of a step, or some of them."""
 
     work: WorkMap
@@ -45,7 +45,7 @@ class _DecodeLaunch:
 class _Plan:
     """The work of one step."""
 
-    decode: list[_DecodeLaunch]
+    decode: list[DecodeLaunch]
     """empty: no request has one new token"""
     extend: WorkMap | None
     """None: no request has several new tokens"""
@@ -60,27 +60,31 @@ class TritonAttentionBackend(AttentionBackend):
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> None:
         super().__init__(specs, kv_pool)
-        arch = arch_of(kv_pool.k_buffer[0].device)
-        fp32, fp8 = kv_pool.dtype == torch.float32, kv_pool.dtype == torch.float8_e4m3fn
-        page_size = kv_pool.page_size
-        self._decode_tile = decode_tile(arch, self.head_dim, fp32=fp32, fp8=fp8, page_size=page_size)
-        self._extend_tile = extend_tile(arch, self.head_dim, fp8, fp32=fp32, page_size=page_size)
+        self._decode_tile, self._extend_tile = self._tiles(arch_of(kv_pool.k_buffer[0].device))
         self._plan: _Plan | None = None
         self._counts = torch.zeros(MAX_ROWS * self.num_kv_heads, dtype=torch.int32, device=kv_pool.k_buffer[0].device)
         """zeros between launches (`fused_decode`)"""
+
+    def _tiles(self, arch: str) -> tuple[DecodeTile, ExtendTile]:
+        pool = self.kv_pool
+        fp32, fp8, page_size = pool.dtype == torch.float32, pool.dtype == torch.float8_e4m3fn, pool.page_size
+        return (
+            decode_tile(arch, self.head_dim, fp32=fp32, fp8=fp8, page_size=page_size),
+            extend_tile(arch, self.head_dim, fp8, fp32=fp32, page_size=page_size),
+        )
 
     def num_splits(self, seq_lens: Int32Array) -> int:
         return int((-(-seq_lens // self._decode_tile.split)).sum())
 
     def max_part_bytes(self, context_len: int) -> int:
         device = self.kv_pool.k_buffer[0].device
-        return max_part_bytes(device, context_len, self.num_kv_heads, self.head_dim, self._extend_tile)
+        return max_part_bytes(device, context_len, self.num_kv_heads, self.value_dim, self._extend_tile)
 
     def decode_part_bytes(self, num_rows: int, context_len: int, pool_tokens: int) -> int:
         splits = min(
             num_rows * cdiv(context_len, self._decode_tile.split), self._room(num_rows, context_len, pool_tokens)
         )
-        return splits * self.num_heads * (self.head_dim + 1) * 4  # an output and a log-sum-exp in float32
+        return splits * self.num_heads * (self.value_dim + 1) * 4  # an output and a log-sum-exp in float32
 
     def _room(self, num_rows: int, context_len: int, pool_tokens: int) -> int:
         """The most splits of one launch of decode attention.
@@ -103,11 +107,11 @@ class TritonAttentionBackend(AttentionBackend):
         if not single.all():
             extend = extend_work(
                 batch.extend_start_loc, batch.seq_lens, batch.extend_lens_host, batch.seq_lens_host,
-                self.num_heads, self.num_kv_heads, self._extend_tile,
+                self.num_heads, self.num_kv_heads, self._extend_tile, self.value_dim,
             )  # fmt: skip
         self._plan = _Plan(decode, extend, int(batch.seq_lens_host[~single].max(initial=0)))
 
-    def _decode_launches(self, batch: ForwardBatch, lens: Int32Array) -> list[_DecodeLaunch]:
+    def _decode_launches(self, batch: ForwardBatch, lens: Int32Array) -> list[DecodeLaunch]:
         """Divide the requests with one new token, so that the partial results of a launch have room.
 
         Requests that share a long prefix may have many times the splits of the pool. lens: int32 [B], on the host; 0
@@ -123,9 +127,9 @@ class TritonAttentionBackend(AttentionBackend):
             own_starts = None if starts is None else starts[begin : end + 1]
             work = split_map(seq_lens, rows, split, int(splits[some].sum()), own_starts)
             if own_starts is not None:
-                launches.append(_DecodeLaunch(work, rows, seq_lens, own_starts[:-1], None))
+                launches.append(DecodeLaunch(work, rows, seq_lens, own_starts[:-1], None))
             else:
-                launches.append(_DecodeLaunch(work, rows, seq_lens, None, some if end - begin < len(lens) else None))
+                launches.append(DecodeLaunch(work, rows, seq_lens, None, some if end - begin < len(lens) else None))
         return launches
 
     def forward(
@@ -137,9 +141,12 @@ class TritonAttentionBackend(AttentionBackend):
         batch: ForwardBatch,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        self._store(k, v, layer_id, batch)
+        return self.attend(q, layer_id, batch, sinks)
+
+    def _store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch) -> None:
         pool = self.kv_pool
         store_kv(k, v, pool.k_buffer[layer_id], pool.v_buffer[layer_id], batch.out_cache_loc)
-        return self.attend(q, layer_id, batch, sinks)
 
     def attend(
         self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, sinks: torch.Tensor | None = None
@@ -147,19 +154,29 @@ class TritonAttentionBackend(AttentionBackend):
         self._check_sinks(layer_id, sinks)
         plan = self._plan
         assert plan is not None, "plan() comes first"
-        k_buffer, v_buffer = self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        window, scale = self.sliding_windows[layer_id], self.scales[layer_id]
+        out = torch.empty(*q.shape[:2], self.value_dim, dtype=q.dtype, device=q.device)
         for launch in plan.decode:
             own_q, own_out = (q, out) if launch.tokens is None else (q[launch.tokens], out[launch.tokens])
-            decode_attention(
-                own_q, k_buffer, v_buffer, batch.req_to_token, launch.rows, launch.seq_lens, launch.work, own_out,
-                sm_scale=scale, soft_cap=self.soft_caps[layer_id], window=window, sinks=sinks, q_loc=launch.q_loc,
-                tile=self._decode_tile,
-            )  # fmt: skip
+            self._decode(own_q, layer_id, batch, sinks, launch, own_out)
         if plan.extend is not None:
             self._extend(q, layer_id, batch, sinks, plan.extend, plan.longest, out)
         return out.view(q.shape[0], -1)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        layer_id: int,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None,
+        launch: DecodeLaunch,
+        out: torch.Tensor,
+    ) -> None:
+        """Compute the attention of requests with one new token."""
+        decode_attention(
+            q, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id], batch.req_to_token, launch.rows,
+            launch.seq_lens, launch.work, out, sm_scale=self.scales[layer_id], soft_cap=self.soft_caps[layer_id],
+            window=self.sliding_windows[layer_id], sinks=sinks, q_loc=launch.q_loc, tile=self._decode_tile,
+        )  # fmt: skip
 
     def _extend(
         self,

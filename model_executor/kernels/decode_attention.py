@@ -30,11 +30,11 @@ from .tuning import (
     next_power_of_2,
     num_multiprocessors,
     padded_head_dim,
+    padded_width,
     programs_that_fit,
 )
 from .work_map import WorkMap
 
-_MAX_HEAD_BLOCK = 64
 _MERGE_STAGES = 5
 """Rounds of partial results in shared memory, of which 4 are on their way: 16 KB for 128 components."""
 _programs: dict[tuple[object, ...], int] = {}
@@ -216,7 +216,7 @@ def decode_attention(
     assert work.tile == tile.split and tile.split % tile.block_n == 0 and work.records is not None
     group = num_heads // num_kv_heads
     # tl.dot needs at least 16 rows.
-    block_h = min(max(16, next_power_of_2(group)), _MAX_HEAD_BLOCK)
+    block_h = min(max(16, next_power_of_2(group)), tile.max_heads)
     block_d = padded_head_dim(head_dim)
     head_blocks = num_kv_heads * cdiv(group, block_h)
     kind = (arch, tile, q.dtype, fp8, head_dim, group, q_loc is None, soft_cap is None, window is None)
@@ -234,11 +234,32 @@ def decode_attention(
         BLOCK_H=block_h, BLOCK_N=tile.block_n, BLOCK_D=block_d, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     note_registers(kind, arch, tile, compiled)
-    _decode_merge_kernel[(batch, num_heads)](
+    merge_parts(part_o, part_lse, seq_lens, rows, work, out, q_loc=q_loc, window=window, sinks=sinks)
+
+
+def merge_parts(
+    part_o: torch.Tensor,
+    part_lse: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    work: WorkMap,
+    out: torch.Tensor,
+    *,
+    q_loc: torch.Tensor | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Merge the partial results of splits.
+
+    part_o: float32 [units, num_heads, value_dim], the output of each split; part_lse: float32 [units, num_heads], its
+    log-sum-exp, in base 2. out: [T, num_heads, value_dim], contiguous. Other arguments as in `decode_attention`.
+    """
+    _, num_heads, value_dim = part_o.shape
+    _decode_merge_kernel[(len(seq_lens), num_heads)](
         part_o, part_lse, work.starts, seq_lens, rows if q_loc is None else q_loc, out, window or 0,
-        part_lse if sinks is None else sinks, NUM_HEADS=num_heads, HEAD_DIM=head_dim, HAS_Q_LOC=q_loc is not None,
-        HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, SPLIT=tile.split, CHAINS=MERGE_CHAINS,
-        STAGES=_MERGE_STAGES, BLOCK_D=block_d, num_warps=4,
+        part_lse if sinks is None else sinks, NUM_HEADS=num_heads, HEAD_DIM=value_dim, HAS_Q_LOC=q_loc is not None,
+        HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, SPLIT=work.tile, CHAINS=MERGE_CHAINS,
+        STAGES=_MERGE_STAGES, BLOCK_D=padded_width(value_dim), num_warps=4,
     )  # fmt: skip
 
 

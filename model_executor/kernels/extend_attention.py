@@ -25,13 +25,22 @@ from ..step import Int32Array
 from .decode_attention import check_sinks, softmax_with_sinks
 from .extend_kernels import BY_UNIT, IN_TURN, ONE_SPLIT, extend_kernel, extend_merge_kernel
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
-from .tuning import ExtendTile, arch_of, cdiv, extend_tile, num_multiprocessors, padded_head_dim
+from .tuning import (
+    MAX_HEAD_DIM,
+    ExtendTile,
+    arch_of,
+    cdiv,
+    extend_tile,
+    num_multiprocessors,
+    padded_head_dim,
+    padded_width,
+)
 from .work_map import WorkMap, query_split_map, query_tile_map
 
-_MERGE_ROWS = 16
+MERGE_ROWS = 16
 """Rows of a query tile that are merged at a time."""
 _MAX_PART_BYTES = 256 << 20
-"""Limit of the partial results of splits that are work units, as if for the widest heads."""
+"""Limit of the partial results of splits that are work units, as if for heads of at least MAX_HEAD_DIM components."""
 
 
 def extend_work(
@@ -42,6 +51,7 @@ def extend_work(
     num_heads: int,
     num_kv_heads: int,
     tile: ExtendTile,
+    value_dim: int = MAX_HEAD_DIM,
 ) -> WorkMap:
     """The work units of a step: query tiles, or also splits of their KV if the tiles occupy less than half the device.
 
@@ -53,7 +63,7 @@ def extend_work(
     tiles = -(-new_lens_host[several].astype(np.int64) * group // tile.block_m)
     splits = -(-seq_lens_host[several] // tile.split)
     units = int((tiles * splits).sum())
-    part_bytes = units * _limited_unit_bytes(num_kv_heads, tile)
+    part_bytes = units * _limited_unit_bytes(num_kv_heads, tile, value_dim)
     idle = 2 * int(tiles.sum()) * num_kv_heads <= num_multiprocessors(seq_lens.device)
     if idle and splits.max(initial=1) > 1 and part_bytes <= _MAX_PART_BYTES:
         return query_split_map(extend_start_loc, seq_lens, group, tile.block_m, tile.split, units)
@@ -61,7 +71,7 @@ def extend_work(
     return query_tile_map(extend_start_loc, group, tile.block_m, num_tokens)
 
 
-def max_part_bytes(device: torch.device, context_len: int, num_kv_heads: int, head_dim: int, tile: ExtendTile) -> int:
+def max_part_bytes(device: torch.device, context_len: int, num_kv_heads: int, value_dim: int, tile: ExtendTile) -> int:
     """The most bytes of partial results of a step whose splits are work units, whatever the lengths of its requests.
 
     Such a step may have few tokens. So the steps that measure memory (runner/warmup.py) need not take as much.
@@ -69,14 +79,15 @@ def max_part_bytes(device: torch.device, context_len: int, num_kv_heads: int, he
     if context_len <= tile.split:
         return 0
     tiles = num_multiprocessors(device) // (2 * num_kv_heads)
-    units = min(tiles * cdiv(context_len, tile.split), _MAX_PART_BYTES // _limited_unit_bytes(num_kv_heads, tile))
+    most = _MAX_PART_BYTES // _limited_unit_bytes(num_kv_heads, tile, value_dim)
+    units = min(tiles * cdiv(context_len, tile.split), most)
     # The sums of values, the maximum and the total of each row.
-    return units * num_kv_heads * tile.block_m * (padded_head_dim(head_dim) + 2) * 4
+    return units * num_kv_heads * tile.block_m * (padded_width(value_dim) + 2) * 4
 
 
-def _limited_unit_bytes(num_kv_heads: int, tile: ExtendTile) -> int:
+def _limited_unit_bytes(num_kv_heads: int, tile: ExtendTile, value_dim: int) -> int:
     """What a work unit counts for _MAX_PART_BYTES."""
-    return num_kv_heads * tile.block_m * 256 * 4
+    return num_kv_heads * tile.block_m * max(MAX_HEAD_DIM, padded_width(value_dim)) * 4
 
 
 def extend_attention(
@@ -124,11 +135,7 @@ def extend_attention(
     assert work.tile == tile.block_m and tile.split % tile.block_n == 0 and work.split in (None, tile.split)
     group = num_heads // num_kv_heads
     block_d = padded_head_dim(head_dim)
-    splits = BY_UNIT.value if work.split else IN_TURN.value if longest > tile.split else ONE_SPLIT.value
-    num_parts = {ONE_SPLIT.value: 0, IN_TURN.value: 2, BY_UNIT.value: 1}[splits] * work.capacity * num_kv_heads
-    parts = max(4, num_parts * tile.block_m)  # so that part_total is aligned to 16 bytes, too
-    part_top, part_total = torch.empty(2, parts, dtype=torch.float32, device=q.device)
-    part_o = torch.empty(parts, block_d, dtype=torch.float32, device=q.device)
+    splits, part_top, part_total, part_o = new_parts(work, longest, tile, num_kv_heads, block_d, q.device)
     extend_kernel[(work.capacity, num_kv_heads)](
         q,
         as_kernel_operand(k_buffer),
@@ -166,7 +173,7 @@ def extend_attention(
         BLOCK_D=block_d,
         SPLIT=tile.split,
         SPLITS=splits,
-        ROWS=_MERGE_ROWS,
+        ROWS=MERGE_ROWS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -175,6 +182,18 @@ def extend_attention(
             part_top, part_total, part_o, extend_start_loc, prefix_lens, work, out, num_heads=num_heads, tile=tile,
             window=window, sinks=sinks, v_scale=v_scale,
         )  # fmt: skip
+
+
+def new_parts(
+    work: WorkMap, longest: int, tile: ExtendTile, num_kv_heads: int, width: int, device: torch.device
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The way to compute the splits (SPLITS of the kernel), and memory for the partial results of so many components:
+    part_top, part_total and part_o of `merge_units`."""
+    splits = BY_UNIT.value if work.split else IN_TURN.value if longest > tile.split else ONE_SPLIT.value
+    num_parts = {ONE_SPLIT.value: 0, IN_TURN.value: 2, BY_UNIT.value: 1}[splits] * work.capacity * num_kv_heads
+    parts = max(4, num_parts * tile.block_m)  # so that part_total is aligned to 16 bytes, too
+    part_top, part_total = torch.empty(2, parts, dtype=torch.float32, device=device)
+    return splits, part_top, part_total, torch.empty(parts, width, dtype=torch.float32, device=device)
 
 
 def check_operands(
@@ -213,7 +232,7 @@ def merge_units(
     """
     head_dim = out.shape[2]
     num_kv_heads = len(part_o) // (work.capacity * tile.block_m)
-    extend_merge_kernel[(work.capacity, num_kv_heads, cdiv(tile.block_m, _MERGE_ROWS))](
+    extend_merge_kernel[(work.capacity, num_kv_heads, cdiv(tile.block_m, MERGE_ROWS))](
         part_top,
         part_total,
         part_o,
@@ -233,9 +252,9 @@ def merge_units(
         HAS_SINKS=sinks is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_D=part_o.shape[1],
         SPLIT=tile.split,
-        ROWS=_MERGE_ROWS,
+        ROWS=MERGE_ROWS,
         num_warps=4,
     )
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from .bound import bound
-from .primitives import as_operand_of, decode_kv, dot, sink_weight, tanh
+from .extend_parts import load_part, merge, merge_in_turn, store_out, store_part
+from .primitives import as_operand_of, decode_kv, dot, tanh
 
 ONE_SPLIT = tl.constexpr(0)
 """Every request has one split."""
@@ -130,55 +131,7 @@ def _attend_split(
 
 
 @triton.jit
-def _store_part(
-    part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """Store a partial softmax as number `part`. It has the shape of a query tile: few registers hold its addresses."""
-    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(part_top_ptr + row, top)
-    tl.store(part_total_ptr + row, total)
-    tl.store(part_o_ptr + row[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], acc)
-
-
-@triton.jit
-def _load_part(part_top_ptr, part_total_ptr, part_o_ptr, row, BLOCK_D: tl.constexpr):
-    """The partial softmax of some rows. row: number of the part * BLOCK_M + row of the query tile."""
-    acc = tl.load(part_o_ptr + row[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
-    return tl.load(part_top_ptr + row), tl.load(part_total_ptr + row), acc
-
-
-@triton.jit
-def _merge(top, total, acc, next_top, next_total, next_acc):
-    """The partial softmax of the splits so far and of the next one. Explicit fma: two kernels need the same bits."""
-    new_top = tl.maximum(top, next_top)
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    old, new = tl.exp2(top - pivot), tl.exp2(next_top - pivot)
-    total = tl.fma(total, old, next_total * new)
-    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
-    return new_top, total, acc
-
-
-@triton.jit
-def _store_out(
-    out_ptr, extend_start_ptr, pair, kv_head, top, total, acc, v_scale, sinks_ptr,
-    HAS_SINKS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Store the result of some rows of a query tile. pair: their numbers in the request."""
-    q_start = tl.load(extend_start_ptr)
-    token = q_start.to(tl.int64) + pair // GROUP
-    offs_d = tl.arange(0, BLOCK_D)
-    line = token * NUM_HEADS + kv_head * GROUP + pair % GROUP
-    mask = (token < tl.load(extend_start_ptr + 1))[:, None] & (offs_d < HEAD_DIM)[None, :]
-    if HAS_SINKS:
-        total += sink_weight(tl.load(sinks_ptr + kv_head * GROUP + pair % GROUP), top)
-    # With a window, rows beyond the request's last token have no position. They are not stored.
-    out = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_ptr + line[:, None] * HEAD_DIM + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _kv_range(
+def kv_range(
     tile, prefix, q_len, window,
     GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +208,7 @@ def extend_kernel(
     else:
         # The last query tile of a request attends to the most KV: start it first.
         tile = tl.load(work_starts_ptr + b + 1) - 1 - unit
-    begin, diagonal, end = _kv_range(tile, prefix, q_len, window, GROUP, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    begin, diagonal, end = kv_range(tile, prefix, q_len, window, GROUP, HAS_WINDOW, BLOCK_M, BLOCK_N)
     first = begin // SPLIT
     last = (end - 1) // SPLIT
     if SPLITS == BY_UNIT:
@@ -282,7 +235,7 @@ def extend_kernel(
             k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window, HAS_WINDOW,
             HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        _store_out(
+        store_out(
             out_ptr, extend_start_ptr + b, pair, kv_head, top, total, acc, v_scale, sinks_ptr,
             HAS_SINKS, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
@@ -293,41 +246,18 @@ def extend_kernel(
                 k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window, HAS_WINDOW or HAS_CAP,
                 HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-            # Two parts: the merged splits and the last one. A few rows are merged at a time, for want of registers.
-            slot = 2 * part + (split > first).to(tl.int64)
-            _store_part(part_top_ptr, part_total_ptr, part_o_ptr, slot, top, total, acc, BLOCK_M, BLOCK_D)
-            tl.debug_barrier()
-            for i in range(0, BLOCK_M, ROWS):
-                row = 2 * part * BLOCK_M + i + tl.arange(0, ROWS)
-                merged_top, merged_total, merged = _load_part(
-                    part_top_ptr, part_total_ptr, part_o_ptr, row, BLOCK_D
-                )  # fmt: skip
-                if split > first:
-                    next_top, next_total, next_acc = _load_part(
-                        part_top_ptr, part_total_ptr, part_o_ptr, row + BLOCK_M, BLOCK_D
-                    )  # fmt: skip
-                    merged_top, merged_total, merged = _merge(
-                        merged_top, merged_total, merged, next_top, next_total, next_acc
-                    )  # fmt: skip
-                    # Several warps may load a row's maximum and sum. All must have them before one stores.
-                    tl.debug_barrier()
-                    tl.store(part_top_ptr + row, merged_top)
-                    tl.store(part_total_ptr + row, merged_total)
-                    tl.store(part_o_ptr + row[:, None] * BLOCK_D + offs_d[None, :], merged)
-                if split == last:
-                    _store_out(
-                        out_ptr, extend_start_ptr + b, tile * BLOCK_M + i + tl.arange(0, ROWS), kv_head,
-                        merged_top, merged_total, merged, v_scale, sinks_ptr,
-                        HAS_SINKS, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
-                    )  # fmt: skip
-            tl.debug_barrier()
+            merge_in_turn(
+                part_top_ptr, part_total_ptr, part_o_ptr, part, split, first, last, top, total, acc,
+                out_ptr, extend_start_ptr + b, tile, kv_head, v_scale, sinks_ptr,
+                HAS_SINKS, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, ROWS,
+            )  # fmt: skip
     else:
         top, total, acc = _attend_split(
             q, tl.maximum(begin, split * SPLIT), diagonal, tl.minimum(end, (split + 1) * SPLIT), q_pos,
             k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window, HAS_WINDOW,
             HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        _store_part(part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M, BLOCK_D)
+        store_part(part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M, BLOCK_D)
 
 
 @bound
@@ -369,19 +299,19 @@ def extend_merge_kernel(
     if in_request % num_splits != 0:  # the programs of a query tile's first unit merge all its splits
         return
     tile = in_request // num_splits
-    begin, _, end = _kv_range(tile, prefix, q_len, window, GROUP, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    begin, _, end = kv_range(tile, prefix, q_len, window, GROUP, HAS_WINDOW, BLOCK_M, BLOCK_N)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     pair = tile * BLOCK_M + row
     first = begin // SPLIT
     part = ((unit + first) * (NUM_HEADS // GROUP) + kv_head).to(tl.int64)
-    top, total, acc = _load_part(part_top_ptr, part_total_ptr, part_o_ptr, part * BLOCK_M + row, BLOCK_D)
+    top, total, acc = load_part(part_top_ptr, part_total_ptr, part_o_ptr, part * BLOCK_M + row, BLOCK_D)
     for split in tl.range(first + 1, (end - 1) // SPLIT + 1, num_stages=3):
         part = ((unit + split) * (NUM_HEADS // GROUP) + kv_head).to(tl.int64)
-        next_top, next_total, next_acc = _load_part(
+        next_top, next_total, next_acc = load_part(
             part_top_ptr, part_total_ptr, part_o_ptr, part * BLOCK_M + row, BLOCK_D
         )  # fmt: skip
-        top, total, acc = _merge(top, total, acc, next_top, next_total, next_acc)
-    _store_out(
+        top, total, acc = merge(top, total, acc, next_top, next_total, next_acc)
+    store_out(
         out_ptr, extend_start_ptr + b, pair, kv_head, top, total, acc, v_scale, sinks_ptr,
         HAS_SINKS, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
     )  # fmt: skip

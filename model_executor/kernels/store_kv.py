@@ -26,6 +26,7 @@ def _store_kv_kernel(
     inv_k_scale,
     inv_v_scale,
     WIDTH: tl.constexpr,
+    HAS_V: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -34,25 +35,28 @@ def _store_kv_kernel(
     mask = i < WIDTH
     target = tl.load(slots_ptr + token).to(tl.int64) * stride_slot + i
     k = tl.load(k_ptr + token * stride_kt + i, mask=mask)
-    v = tl.load(v_ptr + token * stride_vt + i, mask=mask)
+    if HAS_V:
+        v = tl.load(v_ptr + token * stride_vt + i, mask=mask)
     if FP8:
         k = encode_e4m3(k.to(tl.float32) * inv_k_scale)
-        v = encode_e4m3(v.to(tl.float32) * inv_v_scale)
+        if HAS_V:
+            v = encode_e4m3(v.to(tl.float32) * inv_v_scale)
     tl.store(k_pool_ptr + target, k, mask=mask)
-    tl.store(v_pool_ptr + target, v, mask=mask)
+    if HAS_V:
+        tl.store(v_pool_ptr + target, v, mask=mask)
 
 
 def store_kv(
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
+    v_buffer: torch.Tensor | None,
     slots: torch.Tensor,
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Store k and v at `slots` of k_buffer and v_buffer.
+    """Store k and v at `slots` of k_buffer and v_buffer. Without v and v_buffer, store only k.
 
     k, v: [T, num_kv_heads, head_dim], each token's heads contiguous, any stride between tokens. k_buffer, v_buffer:
     [slots, num_kv_heads, head_dim], contiguous, of k's dtype or float8_e4m3fn; the latter stores values divided by the
@@ -60,6 +64,10 @@ def store_kv(
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     width = num_kv_heads * head_dim
+    has_v = v is not None
+    if v is None or v_buffer is None:
+        assert v is v_buffer, "both or none"
+        v, v_buffer = k, k_buffer
     assert v.shape == k.shape and slots.shape == (num_tokens,) and slots.is_contiguous()
     for new in (k, v):
         assert new.stride(2) == 1 and (new.stride(1) == head_dim or num_kv_heads == 1)
@@ -80,6 +88,7 @@ def store_kv(
         1.0 / k_scale,
         1.0 / v_scale,
         WIDTH=width,
+        HAS_V=has_v,
         FP8=fp8,
         BLOCK=block,
         num_warps=row_warps(block),

@@ -11,7 +11,8 @@ is the same for every batch, so a request's bits do not depend on the rest of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -32,6 +33,8 @@ class DecodeTile:
     """persistent programs per multiprocessor"""
     paged: bool = False
     """whether the page size is a multiple of `block_n`, so that a KV tile has consecutive slots"""
+    max_heads: int = 64
+    """most query heads of a program; if more share a KV head, several programs read its KV"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,37 @@ _EXTEND_FP32 = {
         (256, ExtendTile(16, 32, 8, 1)),
     )
 } | {("gfx942", 128): ExtendTile(64, 32, 8, 1)}
+# Latent attention. The sums of 64 rows and 512 components take half of the registers of a multiprocessor, and the
+# queries of 64 rows 72 KB of shared memory, as much as 64 keys. So no tile has more rows. By the rows of a tile, which
+# are query heads: few heads leave room for two programs. None was measured (docs/performance.md).
+_LATENT_DECODE = {
+    "sm_80": {16: DecodeTile(256, 32, 8, 3, 2), 32: DecodeTile(256, 32, 8, 5, 1), 64: DecodeTile(256, 32, 8, 5, 1)},
+    "sm_89": {16: DecodeTile(256, 32, 8, 3, 1), 32: DecodeTile(256, 32, 8, 3, 1)},
+    "sm_90": {16: DecodeTile(256, 64, 8, 3, 2), 32: DecodeTile(256, 64, 8, 3, 1), 64: DecodeTile(256, 64, 8, 3, 1)},
+    # Sums of 64 rows would be in tensor memory, and spill 600 bytes on their way out.
+    "sm_100": {16: DecodeTile(256, 64, 8, 3, 2), 32: DecodeTile(256, 64, 8, 3, 1)},
+    "gfx942": {16: DecodeTile(256, 32, 4, 1, 1), 32: DecodeTile(256, 32, 4, 1, 1)},
+    INTERPRETER: {16: DecodeTile(32, 16, 1, 1, 3), 32: DecodeTile(32, 16, 1, 1, 3)},
+}
+_LATENT_DECODE_PAGED = {
+    "sm_90": {
+        16: DecodeTile(256, 64, 8, 2, 2, paged=True),
+        32: DecodeTile(256, 64, 8, 3, 1, paged=True),
+        64: DecodeTile(256, 64, 8, 2, 1, paged=True),
+    },
+    INTERPRETER: {rows: DecodeTile(32, 16, 1, 1, 3, paged=True) for rows in (16, 32)},
+}
+_LATENT_EXTEND = {
+    "sm_80": ExtendTile(64, 32, 8, 5),
+    "sm_89": ExtendTile(32, 32, 8, 3),
+    "sm_90": ExtendTile(64, 64, 8, 3),
+    "gfx942": ExtendTile(32, 32, 4, 1),
+    INTERPRETER: ExtendTile(16, 16, 1, 1, 32),
+}
+_LATENT_EXTEND_PAGED = {
+    "sm_90": ExtendTile(64, 64, 8, 2, paged=True),
+    INTERPRETER: ExtendTile(16, 16, 1, 1, 32, paged=True),
+}
 HOPPER_TILE = ExtendTile(128, 128, num_warps=4, num_stages=2, paged=True)
 """The tile of `hopper_extend_attention`. num_warps: of one consumer; num_stages: KV tiles in shared memory."""
 HOPPER_PAGE = 64
@@ -195,12 +229,17 @@ def padded_head_dim(head_dim: int) -> int:
     """The width of the kernels' tiles for this head dim: a power of two, at least 64. Raises ValueError above 256."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the Triton attention kernels support head dims up to {MAX_HEAD_DIM}, got {head_dim}")
-    return max(64, next_power_of_2(head_dim))
+    return padded_width(head_dim)
 
 
-def _tuned_arch(arch: str) -> str:
-    """The architecture whose rows serve `arch`: itself, or a related one with no more shared memory."""
-    if arch in _DECODE:
+def padded_width(num_components: int) -> int:
+    """The width of a tile of so many components: a power of two, at least 64."""
+    return max(64, next_power_of_2(num_components))
+
+
+def _tuned_arch(arch: str, tuned: Container[str]) -> str:
+    """The architecture whose rows serve `arch`: itself if it is `tuned`, or a related one with no more shared memory."""
+    if arch in tuned:
         return arch
     if arch in LESS_SHARED_MEMORY:
         return "sm_89"
@@ -212,7 +251,7 @@ def decode_tile(arch: str, head_dim: int, *, fp32: bool = False, fp8: bool = Fal
 
     page_size: of the KV pool, in slots. All page sizes have the same `split`.
     """
-    arch, width = _tuned_arch(arch), padded_head_dim(head_dim)
+    arch, width = _tuned_arch(arch, _DECODE), padded_head_dim(head_dim)
     plain = _DECODE[arch][width]
     if fp32:
         return _DECODE_FP32.get((arch, width), plain)
@@ -227,12 +266,29 @@ def extend_tile(arch: str, head_dim: int, fp8: bool = False, *, fp32: bool = Fal
 
     page_size: of the KV pool, in slots.
     """
-    arch, width = _tuned_arch(arch), padded_head_dim(head_dim)
+    arch, width = _tuned_arch(arch, _DECODE), padded_head_dim(head_dim)
     plain = _EXTEND[arch][width]
     if fp8 or fp32:
         return (_EXTEND_FP8 if fp8 else _EXTEND_FP32).get((arch, width), plain)
     paged = _EXTEND_PAGED.get((arch, width))
     return paged if paged and page_size % paged.block_n == 0 else plain
+
+
+@cache
+def latent_decode_tile(arch: str, num_heads: int, page_size: int = 1) -> DecodeTile:
+    """The tile of decode attention for latent heads. page_size: of the KV pool, in slots."""
+    arch = _tuned_arch(arch, _LATENT_DECODE)
+    rows = min(rows for rows in _LATENT_DECODE[arch] if rows >= min(num_heads, max(_LATENT_DECODE[arch])))
+    plain = _LATENT_DECODE[arch][rows]
+    paged = _LATENT_DECODE_PAGED[arch][rows] if arch in _LATENT_DECODE_PAGED else None
+    return replace(paged if paged and page_size % paged.block_n == 0 else plain, max_heads=rows)
+
+
+def latent_extend_tile(arch: str, page_size: int = 1) -> ExtendTile:
+    """The tile of extend attention for latent heads. page_size: of the KV pool, in slots."""
+    arch = _tuned_arch(arch, _LATENT_EXTEND)
+    paged = _LATENT_EXTEND_PAGED.get(arch)
+    return paged if paged and page_size % paged.block_n == 0 else _LATENT_EXTEND[arch]
 
 
 def row_warps(block: int) -> int:

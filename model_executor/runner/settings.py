@@ -35,6 +35,7 @@ from ..weights.quantization import (
     parameter_bytes,
     quantized_forms,
 )
+from .latent_settings import check_latent_attention
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +169,18 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             )
         max_choices = max(max_choices, MAX_VERIFIED_TOKENS)
         max_recorded_rows = max(max_recorded_rows, MAX_VERIFIED_TOKENS)
+    attention = family_of(config).attention(config)[0]
+    if attention.latent_dim is not None:
+        check_latent_attention(server_args, backend, device, dtype)
     kv_dtype = resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend)
     if kv_dtype == torch.float8_e4m3fn and dtype == torch.float32 and device.type == "cuda":
         raise ValueError(
             f"--kv-cache-dtype {server_args.kv_cache_dtype} needs --dtype bfloat16 or float16 on a GPU: with float32, "
             "its kernels lack registers"
         )
-    page_size = _page_size(server_args) or default_page_size(backend, config.head_dim, kv_dtype, device)
+    page_size = _page_size(server_args) or default_page_size(
+        backend, attention.head_dim, kv_dtype, device, attention.latent_dim
+    )
     if server_args.hopper_prefill:
         _check_hopper_prefill(backend, device, dtype, kv_dtype, config.head_dim, page_size)
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
