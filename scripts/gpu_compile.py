@@ -36,6 +36,7 @@ from tercet.model_executor.kernels import (  # noqa: E402
     fp8_linear,
     fused_decode,
     hopper_extend,
+    latent_attention,
     lora,
     rotary,
     skinny_linear,
@@ -47,7 +48,7 @@ _FUSED, _DEPENDENT = "+fused", "+dependent"
 """Endings of a model: its server has --fuse-small-steps; it has --dependent-launch, too."""
 _THAT_ASK_FOR_THE_DEVICE = (
     registry, triton_backend, decode_attention, expert_choice, experts, extend_attention, fp8_linear, fused_decode,
-    lora, rotary, skinny_linear,
+    latent_attention, lora, rotary, skinny_linear,
 )  # fmt: skip
 
 

@@ -33,9 +33,15 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-_LESS_MEMORY = {"sm_89": GPUTarget("cuda", 89, 32)}
-"""Only the largest tiles are compiled for it (test_compile_less_memory.py)."""
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+_OF_FEW_KERNELS = {"sm_89": GPUTarget("cuda", 89, 32), "sm_100": GPUTarget("cuda", 100, 32)}
+"""Only the largest tiles (test_compile_less_memory.py) and latent attention are compiled for them."""
+SHARED_LIMIT = {
+    "sm_80": 163 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "gfx942": 64 * 1024,
+}
 """Maximum shared memory of a block in bytes. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
 SHARED_OF_ALL = 228 * 1024
 """Shared memory of a multiprocessor of sm_90. Each block takes 1 KB more than it asks for. Source as above."""
@@ -126,7 +132,7 @@ def _bind(launch: Launch, arch: str) -> tuple[dict[str, Any], list[Any], dict[st
 
 
 def _target(arch: str) -> GPUTarget:
-    return (TARGETS | _LESS_MEMORY)[arch]
+    return (TARGETS | _OF_FEW_KERNELS)[arch]
 
 
 def compile_launch(launch: Launch, arch: str) -> Resources:

@@ -22,6 +22,7 @@ import compiled_dependent
 import compiled_experts
 import compiled_fp8
 import compiled_hopper
+import compiled_latent
 import compiled_lora
 import compiled_others
 import pytest
@@ -41,6 +42,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = (
     | compiled_experts.CASES
     | compiled_experts.FP8_CASES
     | compiled_hopper.CASES
+    | compiled_latent.CASES
     | compiled_lora.CASES
 )
 OTHERS = [version for version in TRITONS if version != triton.__version__]

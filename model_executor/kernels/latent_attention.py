@@ -138,7 +138,7 @@ def latent_attention_ref(
     *,
     sm_scale: float,
 ) -> torch.Tensor:
-    """Both functions in plain torch, in q's dtype, for any numbers of new tokens. Returns [T, num_heads, latent_dim]."""
+    """Both functions in plain torch, in q's dtype, for any number of new tokens. Returns [T, num_heads, latent_dim]."""
     out = q.new_zeros(*q.shape[:2], latent_dim)
     starts = extend_start_loc.tolist()
     for b, prefix in enumerate(prefix_lens.tolist()):

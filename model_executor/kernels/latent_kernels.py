@@ -45,17 +45,18 @@ def _attend_split(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    slot = tl.load(row_ptr + lo) if PAGED else 0
+    if PAGED:
+        slot = tl.load(row_ptr + lo).to(tl.int64)
     for start in range(lo, hi, BLOCK_N):
         in_tile = tl.arange(0, BLOCK_N)
         # Beyond the last position, that one is read again. So loads need no masks, which take registers, and read no
         # NaN of an unused slot.
         inside = tl.minimum(in_tile, hi - 1 - start)
         if PAGED:
-            tile_ptr = pool_ptr + slot.to(tl.int64) * HEAD_DIM
+            tile_ptr = pool_ptr + slot * HEAD_DIM
             offsets = inside * HEAD_DIM
             # The look-up for the next tile is a tile ahead, so that its KV does not wait for it.
-            slot = tl.load(row_ptr + tl.minimum(start + BLOCK_N, hi - 1))
+            slot = tl.load(row_ptr + tl.minimum(start + BLOCK_N, hi - 1)).to(tl.int64)
         else:
             tile_ptr = pool_ptr
             offsets = tl.load(row_ptr + start + inside).to(tl.int64) * HEAD_DIM

@@ -138,21 +138,22 @@ _EXTEND_FP32 = {
 } | {("gfx942", 128): ExtendTile(64, 32, 8, 1)}
 # Latent attention. The sums of 64 rows and 512 components take half of the registers of a multiprocessor, and the
 # queries of 64 rows 72 KB of shared memory, as much as 64 keys. So no tile has more rows. By the rows of a tile, which
-# are query heads: few heads leave room for two programs. None was measured (docs/performance.md).
+# are query heads: few heads leave room for two programs. A partial result has 2 KB for each head, so splits are longer
+# than those of other attention. None was measured (docs/performance.md).
 _LATENT_DECODE = {
-    "sm_80": {16: DecodeTile(256, 32, 8, 3, 2), 32: DecodeTile(256, 32, 8, 5, 1), 64: DecodeTile(256, 32, 8, 5, 1)},
-    "sm_89": {16: DecodeTile(256, 32, 8, 3, 1), 32: DecodeTile(256, 32, 8, 3, 1)},
-    "sm_90": {16: DecodeTile(256, 64, 8, 3, 2), 32: DecodeTile(256, 64, 8, 3, 1), 64: DecodeTile(256, 64, 8, 3, 1)},
+    "sm_80": {16: DecodeTile(512, 32, 8, 3, 2), 32: DecodeTile(512, 32, 8, 5, 1), 64: DecodeTile(1024, 32, 8, 5, 1)},
+    "sm_89": {16: DecodeTile(512, 32, 8, 3, 1), 32: DecodeTile(512, 32, 8, 3, 1)},
+    "sm_90": {16: DecodeTile(512, 64, 8, 3, 2), 32: DecodeTile(512, 64, 8, 3, 1), 64: DecodeTile(1024, 64, 8, 3, 1)},
     # Sums of 64 rows would be in tensor memory, and spill 600 bytes on their way out.
-    "sm_100": {16: DecodeTile(256, 64, 8, 3, 2), 32: DecodeTile(256, 64, 8, 3, 1)},
-    "gfx942": {16: DecodeTile(256, 32, 4, 1, 1), 32: DecodeTile(256, 32, 4, 1, 1)},
+    "sm_100": {16: DecodeTile(512, 64, 8, 3, 2), 32: DecodeTile(512, 64, 8, 3, 1)},
+    "gfx942": {16: DecodeTile(512, 32, 4, 1, 1), 32: DecodeTile(512, 32, 4, 1, 1)},
     INTERPRETER: {16: DecodeTile(32, 16, 1, 1, 3), 32: DecodeTile(32, 16, 1, 1, 3)},
 }
 _LATENT_DECODE_PAGED = {
     "sm_90": {
-        16: DecodeTile(256, 64, 8, 2, 2, paged=True),
-        32: DecodeTile(256, 64, 8, 3, 1, paged=True),
-        64: DecodeTile(256, 64, 8, 2, 1, paged=True),
+        16: DecodeTile(512, 64, 8, 3, 1, paged=True),
+        32: DecodeTile(512, 64, 8, 3, 1, paged=True),
+        64: DecodeTile(1024, 64, 8, 2, 1, paged=True),
     },
     INTERPRETER: {rows: DecodeTile(32, 16, 1, 1, 3, paged=True) for rows in (16, 32)},
 }
@@ -238,7 +239,7 @@ def padded_width(num_components: int) -> int:
 
 
 def _tuned_arch(arch: str, tuned: Container[str]) -> str:
-    """The architecture whose rows serve `arch`: itself if it is `tuned`, or a related one with no more shared memory."""
+    """The architecture whose rows serve `arch`: itself if `tuned`, or a related one with no more shared memory."""
     if arch in tuned:
         return arch
     if arch in LESS_SHARED_MEMORY:

@@ -14,6 +14,7 @@ import compiled_dependent
 import compiled_experts
 import compiled_fp8
 import compiled_hopper
+import compiled_latent
 import compiled_lora
 import compiled_others
 import pytest
@@ -91,6 +92,12 @@ def test_adapters_are_copied_ahead(case: str, version: str) -> None:
 def test_attention_for_hopper_overlaps(case: str, version: str) -> None:
     for resources in compiled_with(version)[case]:
         compiled_hopper.assert_overlaps(resources, case)
+
+
+@pytest.mark.parametrize(("case", "version"), of(compiled_latent))
+def test_latent_attention_fits(case: str, version: str) -> None:
+    for resources in compiled_with(version)[case]:
+        compiled_latent.assert_is_latent(resources, "sm_90")
 
 
 @pytest.mark.parametrize(("case", "version"), of(compiled_dependent))
