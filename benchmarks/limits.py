@@ -55,7 +55,7 @@ class ModelCost:
         shapes = {parameter.name: parameter.shape for parameter in family_of(config).parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
-        matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+        matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) > 1}
         in_layers = sum(size for name, size in matrices.items() if not is_expert(name))
         num_bytes = parameter_bytes(config, dtype_bytes, matrix_bytes=matrix_bytes, forms=forms)
         expert_bytes = sum(num_bytes.pop(name) for name in shapes if is_expert(name))
@@ -66,13 +66,15 @@ class ModelCost:
             in_layers += in_experts * config.experts.num_experts_per_token // config.experts.num_experts
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]
-        kv_heads = config.num_layers * config.num_kv_heads * config.head_dim
+        stored_dim = 2 * config.head_dim if config.latent is None else config.latent.key_dim
+        # The products of a query with a key, and of a weight with a value.
+        pair_dim = 2 * config.head_dim if config.latent is None else config.latent.key_dim + config.latent.latent_dim
         return cls(
             weight_bytes=sum(num_bytes.values()),
-            kv_bytes_per_token=2 * kv_heads * kv_dtype_bytes,
+            kv_bytes_per_token=config.num_layers * config.num_kv_heads * stored_dim * kv_dtype_bytes,
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),
-            attention_flops_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
+            attention_flops_per_pair=2 * config.num_layers * config.num_heads * pair_dim,
             expert_bytes=expert_bytes,
             chosen_share=chosen_share,
         )

@@ -98,7 +98,7 @@ class TokenToKVPool:
         pool's dtype.
 
         The slots are distinct, except the dummy slot, which keeps the last write. In latent attention v is the first
-        components of k.
+        components of k. Where the values of two slots share words, the first slot gets its value before the second.
         """
         k, v = k.to(self.dtype), v.to(self.dtype)
         if self._panel is None:
@@ -110,6 +110,9 @@ class TokenToKVPool:
         heads, n, panel = k.shape[1], self._per_word, self._panel
         block, at = slots // panel, slots % panel
         self.k_buffer[layer][block, :, :, at] = k.reshape(-1, heads, k.shape[2] // n, n)
+        # Attention multiplies whole words, so the slot after the last one must hold numbers (csrc/cpu/kv_panels.h).
+        begins = at % n == 0
+        self.v_buffer[layer][block[begins], :, :, at[begins] // n] = 0
         self.v_buffer[layer][block, :, :, at // n, :, at % n] = v.reshape(-1, heads, v.shape[2] // panel, panel)
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,8 +67,8 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, lora=None, **options):
         "page_size": page_size,
         **options,
     }
-    # With pages, the head dimension must fill whole panels.
-    config = config if page_size == 1 else replace(config, head_dim=32)
+    if page_size > 1 and config.latent is None:
+        config = replace(config, head_dim=32)  # with pages, the head dimension must fill whole panels
     resolved = replace(make_settings(config, **settings), onednn=onednn, lora=lora)
     if products == "widened":
         tuning = default_tuning()._replace(bfloat16="widened")

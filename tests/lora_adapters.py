@@ -15,7 +15,7 @@ from tercet.model_executor.weights.quantization import is_linear
 
 ALL = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj",
-    "input_linear", "output_linear",
+    "input_linear", "output_linear", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
 )  # fmt: skip
 CONFIG = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "bias": "none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tiny_latent_configs import LATENT_CONFIGS
 from transformers import (
     ArceeConfig,
     Dots1Config,
@@ -376,4 +377,5 @@ CONFIGS = {
         rope_parameters=SMALL_THETA,
     ),
     "mixtral_window": lambda: MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
+    **LATENT_CONFIGS,
 }

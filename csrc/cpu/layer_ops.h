@@ -327,8 +327,8 @@ inline Tensor quantized_linear_argmax_op(
 }
 
 inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, const Tensor& weight, double eps) {
-  const int64_t rows = x.size(0), n = x.size(1);
-  check(x, "x", x.scalar_type(), {rows, n});
+  const int64_t rows = x.size(0), n = x.size(1), stride = x.stride(0);
+  TORCH_CHECK(x.device().is_cpu() && x.stride(1) == 1, "rows of x must be contiguous and on the CPU");
   if (residual) check(*residual, "residual", x.scalar_type(), {rows, n});
   check(weight, "weight", at::kFloat, {n});
   const auto out = empty_result({rows, n}, x.options());
@@ -339,7 +339,7 @@ inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, con
          x = x.const_data_ptr<scalar_t>(),
          residual = residual ? residual->data_ptr<scalar_t>() : nullptr,
          weight = weight.const_data_ptr<float>(),
-         out = out.data_ptr<scalar_t>()](int64_t rows) { rms_norm(x, residual, weight, eps, rows, n, out); });
+         out = out.data_ptr<scalar_t>()](int64_t rows) { rms_norm(x, stride, residual, weight, eps, rows, n, out); });
   });
   return out;
 }

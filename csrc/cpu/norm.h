@@ -39,15 +39,17 @@ void normalise(T* x, const float* weight, double eps, int64_t n) {
     store_pair(x + i, load_pair(x + i, n - i) * scale * load_pair(weight + i, n - i), n - i);
 }
 
-/// out = norm(x) * weight. With a residual: residual += x, out = norm(residual) * weight. All are [rows, n].
+/// out = norm(x) * weight. With a residual: residual += x, out = norm(residual) * weight. All are [rows, n]. Rows of x are
+/// x_stride numbers apart.
 template <typename T>
-void rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t rows, int64_t n, T* out) {
+void rms_norm(
+    const T* x, int64_t x_stride, T* residual, const float* weight, double eps, int64_t rows, int64_t n, T* out) {
   for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
-      const T* source = residual ? residual + row * n : x + row * n;
+      const T* source = residual ? residual + row * n : x + row * x_stride;
       if (row + 1 < end) {
         // Other cores wrote x and read `out`.
-        for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch_line(x + (row + 1) * n + i);
+        for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch_line(x + (row + 1) * x_stride + i);
         if (residual) prefetch_to_write(residual + (row + 1) * n, n);
         prefetch_to_write(out + (row + 1) * n, n);
       }
@@ -56,7 +58,7 @@ void rms_norm(const T* x, T* residual, const float* weight, double eps, int64_t 
         // The norm is that of the stored sum, which is rounded to T.
         if (residual) {
           T* sum = residual + row * n + i;
-          store_pair(sum, load_pair(x + row * n + i, n - i) + load_pair(sum, n - i), n - i);
+          store_pair(sum, load_pair(x + row * x_stride + i, n - i) + load_pair(sum, n - i), n - i);
         }
         const FloatPair value = load_pair(source + i, n - i);
         squares = squares + value * value;

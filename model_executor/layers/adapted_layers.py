@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
@@ -15,6 +16,7 @@ from .attention import QKNorm
 from .decode_start import StartDecode
 from .experts import Expert, ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, Layer, LayerKinds, Rotary
+from .latent_attention import LatentLayers
 from .layernorm import RMSNorm
 from .lora_layers import LoraLinear, LoraTables
 from .output_head import OutputHead
@@ -83,6 +85,11 @@ class LoraLayers:
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
     ) -> AttentionLayer:
         return self._layers.attention(layer_id, backend, qk_norm, sinks)
+
+    def latent_attention(
+        self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
+    ) -> AttentionLayer:
+        return self._layers.latent_attention(layer_id, backend, sizes, layers)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return self._layers.experts(router, experts, config)

@@ -9,6 +9,7 @@ import torch
 
 from ...srt.machine.huge_pages import zeroed
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
@@ -16,15 +17,17 @@ from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .activation import SquaredReLU
 from .attention import QKNorm
+from .cpu_latent import CpuLatentAttention
 from .cpu_lora import CpuLoraGatedLinear, FusedGates
 from .embedding import Embedding, ScaledEmbedding
 from .experts import Expert, ExpertWeights, RouterWeights, WithSharedExpert
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
+from .latent_attention import LatentAttention, LatentLayers, angles_of_halves
 from .layernorm import RMSNorm
 from .lora_layers import LoraTables
 from .output_head import GreedyHead, GreedyLayer, OutputHead, PlainHead
 from .packing import PackedWeight, Weight, interleave, pack, pack_bias, pack_gated
-from .rotary import Rotaries, RotationTable, query_scales
+from .rotary import CosSin, Rotaries, RotationTable, query_scales
 
 _ops = torch.ops.tercet_cpu
 
@@ -256,6 +259,10 @@ class CpuAttention:
         return self.backend.attend(q, self.layer_id, batch, self.sinks)
 
 
+def _angles(rotation: Rotation) -> CosSin:
+    return angles_of_halves(CosSin(*rotation.cos_sin.index_select(0, rotation.positions).chunk(2, 1)))
+
+
 class CpuLayers(TorchLayers):
     """Norms, rotation and attention on compiled operations; linear layers and embeddings on torch's."""
 
@@ -269,6 +276,11 @@ class CpuLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
     ) -> AttentionLayer:
         return CpuAttention(layer_id, backend, qk_norm, sinks)
+
+    def latent_attention(
+        self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
+    ) -> AttentionLayer:
+        return LatentAttention(layer_id, backend, sizes, layers, _angles)
 
     def squared_relu(self, linear: Layer) -> Layer:
         return SquaredReLU(linear, _ops.square_relu)
@@ -301,6 +313,11 @@ class CpuFloatLayers(CpuLayers):
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return CpuLinear(weight, bias, compact=self._compact)
+
+    def latent_attention(
+        self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
+    ) -> AttentionLayer:
+        return CpuLatentAttention(layer_id, backend, sizes, layers)
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> FusedGates:
         return CpuGatedLinear(weight, bias, activation, compact=self._compact)

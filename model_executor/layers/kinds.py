@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.experts_config import ClampedGate, ExpertsConfig
+from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation, ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
@@ -21,6 +22,7 @@ from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding, ScaledEmbedding
 from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights, WithSharedExpert
+from .latent_attention import LatentAttention, LatentLayers, same_angles
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .lora_layers import LoraGatedLinear, LoraTables
@@ -39,7 +41,10 @@ class Rotary(Protocol):
 
 
 class AttentionLayer(Protocol):
-    """Attention: qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]. Stores K and V in the pool."""
+    """Attention: the outputs of the first linear layer, [T, n] -> [T, heads * value_dim]. Stores K and V in the pool.
+
+    Without latents, n is (heads + 2 * kv_heads) * head_dim.
+    """
 
     def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
 
@@ -51,9 +56,9 @@ class LayerKinds(Protocol):
     """
 
     compiled: bool
-    """Whether all layers are compiled CPU operations, except `experts`."""
+    """Whether all layers are compiled CPU operations, except `experts` and `latent_attention`."""
     compiled_experts: bool
-    """Whether the layers of `experts` are compiled CPU operations, too."""
+    """Whether the layers of these two are compiled CPU operations, too."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm: ...
 
@@ -64,6 +69,11 @@ class LayerKinds(Protocol):
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
     ) -> AttentionLayer:
         """Make attention. `sinks`: those of a layer whose spec has them (`AttentionBackend.attend`)."""
+
+    def latent_attention(
+        self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
+    ) -> AttentionLayer:
+        """Make latent attention. `layers`: made by `norm` and `linear`."""
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer: ...
 
@@ -135,6 +145,11 @@ class TorchLayers:
     ) -> AttentionLayer:
         return Attention(layer_id, backend, qk_norm, sinks)
 
+    def latent_attention(
+        self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
+    ) -> AttentionLayer:
+        return LatentAttention(layer_id, backend, sizes, layers, same_angles)
+
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Linear(weight, bias)
 
@@ -200,7 +215,8 @@ class TorchLayers:
 
 def is_compiled(layers: LayerKinds, config: ModelConfig) -> bool:
     """Whether all layers of a model are compiled CPU operations, so that its steps can be recorded on a CPU."""
-    return layers.compiled and (layers.compiled_experts or config.experts is None)
+    has_only_linears = config.experts is None and config.latent is None
+    return layers.compiled and (layers.compiled_experts or has_only_linears)
 
 
 def layers_for(

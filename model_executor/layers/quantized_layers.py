@@ -8,13 +8,17 @@ from typing import Any
 import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation
 from .. import cpu_extension
+from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
+from .cpu_latent import CpuLatentAttention
 from .cpu_layers import CpuExperts, CpuLayers, QuantizedEmbedding, embedding_of, router_of
 from .cpu_lora import CpuLoraGatedLinear
 from .experts import ExpertWeights, RouterWeights
-from .kinds import Layer
+from .kinds import AttentionLayer, Layer
+from .latent_attention import LatentLayers
 from .lora_layers import LoraTables
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
@@ -66,10 +70,18 @@ class QuantizedLayers(CpuLayers):
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype`: type of the activations."""
         self._dtype = dtype
-        self.compiled_experts = cpu_extension.multiplies(dtype)  # else torch multiplies the router
+        # Else torch multiplies what is not quantized: routers, and what makes keys and values from latents.
+        self.compiled_experts = cpu_extension.multiplies(dtype)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return QuantizedLinear(weight, bias)
+
+    def latent_attention(
+        self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
+    ) -> AttentionLayer:
+        if not self.compiled_experts:
+            return super().latent_attention(layer_id, backend, sizes, layers)
+        return CpuLatentAttention(layer_id, backend, sizes, layers)
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None, activation: Activation) -> Layer:
         return QuantizedGatedLinear(weight, bias, activation)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
+from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
@@ -25,6 +26,7 @@ from .experts import ExpertWeights, RouterWeights
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
 from .fp8_weight import Fp8Weight
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
+from .latent_attention import LatentAttention, LatentLayers, angles_of_halves
 from .layernorm import RMSNorm
 from .linear import GatedLinear
 from .lora_layers import LoraGatedLinear, LoraTables
@@ -168,6 +170,11 @@ class TritonLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
     ) -> AttentionLayer:
         return TritonAttention(layer_id, backend, qk_norm, sinks)
+
+    def latent_attention(
+        self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
+    ) -> AttentionLayer:
+        return LatentAttention(layer_id, backend, sizes, layers, angles_of_halves)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else super().linear(weight, bias)

@@ -1,6 +1,6 @@
 """The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 2 MoE, Qwen 3, Phi 3, SmolLM 3, Gemma 2,
-Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, GLM-4.5, dots.llm1, Seed-OSS, ERNIE 4.5, EXAONE 4,
-Arcee AFM, Ministral 3, Hunyuan and GPT-OSS.
+Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, GLM-4.5, GLM-4.7-Flash, dots.llm1, DeepSeek V2,
+DeepSeek V3, Youtu-LLM, MiniCPM 3, Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee AFM, Ministral 3, Hunyuan and GPT-OSS.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
@@ -30,9 +30,11 @@ from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.experts import Expert, ExpertWeights, RouterWeights
 from ..layers.kinds import Layer, LayerKinds, is_compiled
+from ..layers.latent_attention import LatentLayers
 from ..layers.layernorm import RMSNorm
 from ..layers.residual import BeforeSum, NormedSum, Pending, Stream, StreamLayer, UnnormedLayer
 from .family import ModelFamily, Parameters
+from .latent_parameters import kv_b_name
 from .parameters import (
     bias_name,
     corrections_name,
@@ -117,7 +119,11 @@ class DecoderLayer:
         self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.rope = _distinct_ropes(config).index(config.ropes[layer_id])
-        self.attention = layers.attention(layer_id, backend, qk_norm, params.get(sinks_name(layer_id)))
+        if config.latent is None:
+            self.attention = layers.attention(layer_id, backend, qk_norm, params.get(sinks_name(layer_id)))
+        else:
+            parts = _latent_layers(config, layer_id, params, layers)
+            self.attention = layers.latent_attention(layer_id, backend, config.latent, parts)
         self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = _input_norm(config, params, f"{prefix}post_attention_norm.weight", layers)
         self._normed_qkv = of_stream(self.input_norm, self.qkv_proj)
@@ -181,7 +187,7 @@ class Decoder:
         self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.residual_norm_eps)
         ropes = [rope.for_context(context_len) for rope in _distinct_ropes(config)]
-        self.rotary = layers.rotary(ropes, config.head_dim, context_len, self.norm.weight.device)
+        self.rotary = layers.rotary(ropes, config.rope_dim, context_len, self.norm.weight.device)
         names = [f"layers.{index}.input_norm.weight" for index in range(config.num_layers)]
         norms = [*(_input_norm(config, params, name, layers) for name in names), self.norm]
         self.layers = [
@@ -223,6 +229,18 @@ def _input_norm(config: ModelConfig, params: Parameters, name: str, layers: Laye
     return layers.norm(params[name], config.residual_norm_eps) if config.input_norms else None
 
 
+def _latent_layers(config: ModelConfig, layer_id: int, params: Parameters, layers: LayerKinds) -> LatentLayers:
+    """The layers of latent attention between the first linear layer and the last one."""
+    latent, prefix = config.latent, f"layers.{layer_id}."
+    assert latent is not None
+    query_norm = query_proj = None
+    if latent.query_rank is not None:
+        query_norm = layers.norm(params[f"{prefix}q_a_norm.weight"], latent.norm_eps)
+        query_proj = layers.linear(params[f"{prefix}q_b_proj.weight"], None)
+    kv_norm = layers.norm(params[f"{prefix}kv_a_norm.weight"], latent.norm_eps)
+    return LatentLayers(kv_norm, query_norm, query_proj, params[kv_b_name(layer_id)])
+
+
 def _distinct_ropes(config: ModelConfig) -> list[RopeConfig]:
     """The rotary embeddings of the layers, each once. A layer knows its place among them."""
     return list(dict.fromkeys(config.ropes))
@@ -239,6 +257,7 @@ def _attention(config: ModelConfig) -> list[AttentionSpec]:
             window=window,
             soft_cap=config.scores_soft_cap,
             has_sinks=FAMILIES[config.architecture].attention_sinks,
+            latent_dim=config.latent_dim,
         )
         for window, rope in zip(config.sliding_windows, config.ropes, strict=True)
     ]

@@ -21,7 +21,7 @@ from ..layers.decode_start import StartDecode
 from ..layers.kinds import Layer, LayerKinds, Rotary
 from ..layers.output_head import OutputHead
 from ..layers.residual import Stream
-from .parameters import Parameter
+from .parameter import Parameter
 
 Parameters = Mapping[str, Any]
 """Tensors, or QuantizedWeights and Fp8Weights for quantized layers, by the names of `ModelFamily.parameters`."""

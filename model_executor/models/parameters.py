@@ -9,89 +9,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from enum import Enum, auto
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
 from ...srt.model_files.experts_config import GGUF_NAMES
 from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
-
-Region: TypeAlias = tuple[slice, ...]
-"""A part of a tensor: a slice for each dimension."""
-
-
-class Split(Enum):
-    """How the ranks divide a parameter."""
-
-    REPLICATED = auto()
-    """Each rank has all of it."""
-    COLUMNS = auto()
-    """By output features, the first dimension. The outputs of the ranks are concatenated."""
-    ROWS = auto()
-    """By input features, the second dimension. The outputs of the ranks are added."""
-    FIRST_RANK = auto()
-    """The first rank has all of it, the others have zeros: a bias of a linear layer that is split by rows."""
-
-
-class Part(NamedTuple):
-    """A checkpoint tensor, or neighbouring rows of one."""
-
-    name: str
-    """the tensor's Hugging Face name"""
-    shape: tuple[int, ...]
-    """of the part"""
-    first_row: int = 0
-    """of the tensor"""
-    num_rows: int | None = None
-    """of the tensor; None: the part is the whole tensor"""
-    offset: float = 0.0
-    """what is added to each number of the tensor"""
-    factor: float = 1.0
-    """what the sums are multiplied by"""
-    head_order: tuple[int, ...] | None = None
-    """the rows of each head in the order of the model, as numbers of the tensor's rows; None: as in the tensor"""
-    is_only_row: bool = False
-    """whether the part is a vector, and the tensor a matrix that has no other row"""
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        if self.is_only_row:
-            return (1, *self.shape)
-        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
-
-    def within_tensor(self, region: Region) -> Region:
-        """Where the tensor has a region of the part."""
-        if self.is_only_row:
-            return (slice(0, 1), *region)
-        rows = slice(self.first_row + region[0].start, self.first_row + region[0].stop)
-        return (rows, *region[1:])
-
-    def computed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The numbers of the model from those of the tensor; float32 unless they are equal."""
-        return (numbers.float() + self.offset) * self.factor if self.is_computed else numbers
-
-    @property
-    def is_computed(self) -> bool:
-        return (self.offset, self.factor) != (0, 1)
-
-    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of whole heads, in the order of the model."""
-        if self.head_order is None:
-            return rows
-        order = torch.tensor(self.head_order, device=rows.device)
-        return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
-
-
-class Parameter(NamedTuple):
-    """A tensor of the model: checkpoint tensors stacked along the first dimension, so that one product serves all."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    split: Split
-    """how ranks divide each of the parts"""
+from .latent_parameters import latent_linears, latent_norms, latent_products
+from .parameter import Parameter, Part, Shard, Split, half_split_order
 
 
 class ParameterDtypes(NamedTuple):
@@ -112,32 +38,6 @@ class ParameterDtypes(NamedTuple):
         return self.matrices if len(parameter.shape) == 2 else self.vectors
 
 
-class Shard(NamedTuple):
-    """The share of a model that one rank holds."""
-
-    rank: int
-    size: int
-    """number of ranks"""
-
-    def region(self, shape: tuple[int, ...], split: Split) -> Region:
-        """The rank's part of a tensor. `check_shard` has checked that the ranks can divide it."""
-        whole = [slice(0, length) for length in shape]
-        if split in (Split.COLUMNS, Split.ROWS):
-            dim = 0 if split is Split.COLUMNS else 1
-            length, rest = divmod(shape[dim], self.size)
-            assert not rest, (shape, split, self.size)
-            whole[dim] = slice(self.rank * length, (self.rank + 1) * length)
-        return tuple(whole)
-
-    def shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """The shape of the rank's part of a parameter."""
-        return tuple(part.stop - part.start for part in self.region(parameter.shape, parameter.split))
-
-
-WHOLE = Shard(0, 1)
-"""The shard of an engine without tensor parallelism."""
-
-
 def check_shard(config: ModelConfig, shard: Shard) -> None:
     """Raise ValueError unless there is such a rank, and the ranks can divide the model equally."""
     if not 0 <= shard.rank < shard.size:
@@ -146,6 +46,8 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
         raise ValueError(
             f"{shard.size} ranks cannot divide {config.architecture}: its norms of queries and keys need all heads"
         )
+    if shard.size > 1 and config.latent is not None:
+        raise ValueError(f"{shard.size} ranks cannot divide {config.architecture}: its heads share their keys")
     divided = [(name, getattr(config, name)) for name in ("num_heads", "num_kv_heads")]
     divided += [("intermediate_size", width) for width in config.feed_forward_widths]
     if not config.tie_word_embeddings:
@@ -191,13 +93,17 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     if family.stacked_gate_up:
         gate, up = _stacked("mlp.gate_up_proj", inter, inter)
     if config.rope.rotary_dim is not None or family.interleaved_rotary:
-        order = _half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
+        order = half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
         q, k = q._replace(head_order=order), k._replace(head_order=order)
     # name: (checkpoint rows, columns, whether it has a bias, how it is split)
+    attended = config.num_heads * config.value_dim
     linears = {
         "qkv_proj": ((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
-        "o_proj": ((Part("self_attn.o_proj", (hidden,)),), q_size, config.o_bias, Split.ROWS),
+        "o_proj": ((Part("self_attn.o_proj", (hidden,)),), attended, config.o_bias, Split.ROWS),
     }
+    latent = config.latent
+    if latent is not None:
+        linears |= latent_linears(latent, hidden, config.num_heads, interleaved=family.interleaved_rotary)
     inner = {"gate_up_proj": (gate, up)} if config.has_gates else {"up_proj": (up,)}
     dense = {
         **{name: (parts, hidden, config.mlp_bias, Split.COLUMNS) for name, parts in inner.items()},
@@ -225,6 +131,9 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         for name, stored, size in zip(("q_norm", "k_norm"), family.qk_norm_names, sizes, strict=True):
             norms[name] = norm._replace(name=f"self_attn.{stored}", shape=(size,), head_order=q.head_order)
 
+    if latent is not None:
+        norms |= latent_norms(latent)
+
     def layer(index: int) -> Iterator[Parameter]:
         source = f"model.layers.{index}."
         for name, part in norms.items():
@@ -233,6 +142,8 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         if has_sinks:
             sinks = f"{source}self_attn.sinks"
             yield _whole(sinks_name(index), sinks, (config.num_heads,), Split.COLUMNS)
+        if latent is not None:
+            yield from latent_products(latent, index, source, config.num_heads)
         is_sparse = config.is_sparse(index)
         for name, (parts, columns, bias, split) in (linears if is_sparse else linears | dense).items():
             rows = sum(part.shape[0] for part in parts)
@@ -358,19 +269,6 @@ def _stacked(name: str, *sizes: int) -> Iterator[Part]:
     """The parts of a checkpoint tensor whose rows are stacked already."""
     firsts = itertools.accumulate(sizes, initial=0)
     return (Part(name, (size,), first, sum(sizes)) for size, first in zip(sizes, firsts, strict=False))
-
-
-def _half_split_order(head_dim: int, rotary_dim: int | None, interleaved: bool) -> tuple[int, ...]:
-    """The order of a head's rows so that its components rotate with those that are head_dim / 2 later.
-
-    A checkpoint whose first rotary_dim components are rotated has their partners rotary_dim / 2 later, or, if
-    `interleaved`, beside them. Scores are sums over all components, so they do not depend on the order, if queries and
-    keys have the same one.
-    """
-    rotated, unrotated = range(head_dim)[:rotary_dim], range(head_dim)[rotary_dim or head_dim :]
-    half, middle = len(rotated) // 2, len(unrotated) // 2
-    firsts, partners = (rotated[::2], rotated[1::2]) if interleaved else (rotated[:half], rotated[half:])
-    return (*firsts, *unrotated[:middle], *partners, *unrotated[middle:])
 
 
 ROUTER_ENDING = ".router.weight"

@@ -13,12 +13,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from ...srt import env
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
-from ..attention.registry import HOPPER, create_attention_backend, kv_panel
+from ..attention.registry import HOPPER, create_attention_backend
 from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
@@ -37,6 +36,7 @@ from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .host_kv import HostKV, device_bytes
 from .kv_budget import check_adapters, check_host_kv, check_random_weights, check_weights, num_kv_tokens
+from .kv_pool import kv_bytes_per_token, make_kv_pool
 from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
@@ -132,9 +132,7 @@ class _RunnerBuilder:
             self.uploads,
             use_kernels=settings.attention_backend == "triton",
         )
-        self.bytes_per_token = TokenToKVPool.bytes_per_token(
-            config.num_layers, config.num_kv_heads, config.head_dim, settings.kv_dtype
-        )
+        self.bytes_per_token = kv_bytes_per_token(settings, config)
 
     @property
     def _host_kv_bytes(self) -> int:
@@ -217,8 +215,7 @@ class _RunnerBuilder:
             attention_backend,
             settings.dtype,
             quantized=settings.rounds_to_integers,
-            # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
-            widths=(self.config.hidden_size, *self.config.feed_forward_widths),
+            widths=self.config.multiplied_widths,
             onednn=settings.onednn,
             compact=settings.compact,
             fuse_small_steps=settings.fuse_small_steps,
@@ -241,7 +238,7 @@ class _RunnerBuilder:
     def _build(self, pool_tokens: int) -> ModelRunner:
         """Build a runner with a pool of `pool_tokens` tokens."""
         settings, config = self.settings, self.config
-        kv_pool = self._kv_pool(pool_tokens)
+        kv_pool = make_kv_pool(settings, config, pool_tokens)
         backend = HOPPER if settings.hopper_prefill else settings.attention_backend
         attention = create_attention_backend(backend, family_of(config).attention(config), kv_pool)
         model = self._model(settings, self.parameters, attention)
@@ -260,26 +257,6 @@ class _RunnerBuilder:
         )
         runner.adapters = self.adapters
         return runner
-
-    def _kv_pool(self, num_tokens: int) -> TokenToKVPool:
-        settings, config = self.settings, self.config
-        try:
-            return TokenToKVPool(
-                num_tokens,
-                settings.page_size,
-                config.num_layers,
-                config.num_kv_heads,
-                config.head_dim,
-                settings.kv_dtype,
-                settings.device,
-                kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype),
-            )
-        except OSError as error:  # a limit on the address space, or a system that does not overcommit memory
-            num_mib = num_tokens * self.bytes_per_token >> 20
-            raise ValueError(
-                f"a KV pool of {num_tokens} tokens ({num_mib} MiB) cannot be allocated: "
-                f"{error.strerror}; choose a smaller --max-total-tokens, or raise the limit of memory (ulimit -v)"
-            ) from None
 
     def _model(self, settings: RunnerSettings, parameters: Parameters, attention: AttentionBackend) -> Model:
         layers = self._layers(settings, attention.name)

@@ -169,8 +169,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             )
         max_choices = max(max_choices, MAX_VERIFIED_TOKENS)
         max_recorded_rows = max(max_recorded_rows, MAX_VERIFIED_TOKENS)
-    attention = family_of(config).attention(config)[0]
-    if attention.latent_dim is not None:
+    if config.latent is not None:
         check_latent_attention(server_args, backend, device, dtype)
     kv_dtype = resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend)
     if kv_dtype == torch.float8_e4m3fn and dtype == torch.float32 and device.type == "cuda":
@@ -179,7 +178,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             "its kernels lack registers"
         )
     page_size = _page_size(server_args) or default_page_size(
-        backend, attention.head_dim, kv_dtype, device, attention.latent_dim
+        backend, config.head_dim, kv_dtype, device, config.latent_dim
     )
     if server_args.hopper_prefill:
         _check_hopper_prefill(backend, device, dtype, kv_dtype, config.head_dim, page_size)

@@ -51,10 +51,15 @@ def activation_bytes(
     inputs to integers, or widen them to float32. `lora`: None if no layer has adapters.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden = config.hidden_size
+    hidden, latent = config.hidden_size, config.latent
     inter = config.intermediate_size if config.has_dense_layers else 0
     # Input, residual and its norm; queries, keys and values; the attention outputs of this layer and the one before.
     attention = (3 * hidden + 3 * q_size + 2 * kv_size) * dtype.itemsize
+    if latent is not None:
+        # The outputs of the first layer and their parts; queries and the outputs of heads, both also in another order.
+        first = config.num_heads * latent.query_dim if latent.query_rank is None else latent.query_rank
+        of_heads = config.num_heads * (latent.query_dim + latent.value_dim)
+        attention += 2 * (first + latent.key_dim + of_heads) * dtype.itemsize
     # Input, residual, its norm and the output; the attention output; the gated activations.
     feed_forward = (4 * hidden + q_size + inter) * dtype.itemsize
     if not compiled:
@@ -149,9 +154,9 @@ def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk:
 
 
 def bytes_in_steps(config: ModelConfig, *, chunk: int, rows: int, longest: int) -> int:
-    """An upper bound in bytes of what torch attention takes for layers with sinks or soft caps, besides `gather_bytes`.
+    """An upper bound in bytes of what torch attention takes besides `gather_bytes` for layers that compute in steps.
 
-    They compute in float32, in steps. Arguments as in `gather_bytes`.
+    These have sinks, soft caps or latents, and compute in float32. Arguments as in `gather_bytes`.
     """
     kv = 2 * config.num_kv_heads * config.head_dim * gathered_tokens(rows, longest)
     # The queries, their product with the scale, the products with values and the outputs.
@@ -176,7 +181,8 @@ def torch_attention_bytes(
         rows=settings.max_running_requests,
         longest=longest,
     )
-    if any(spec.has_sinks or spec.soft_cap is not None for spec in family_of(config).attention(config)):
+    specs = family_of(config).attention(config)
+    if any(spec.has_sinks or spec.soft_cap is not None or spec.latent_dim is not None for spec in specs):
         gathered += bytes_in_steps(config, chunk=chunk, rows=settings.max_running_requests, longest=longest)
     return gathered + (chunk * longest * config.num_heads * _SCORE_BYTES if writes_scores else 0)
 
@@ -192,4 +198,4 @@ def saved_split_bytes(config: ModelConfig, *, rows: int, longest: int) -> int:
 
 def rotation_bytes(config: ModelConfig, num_positions: int) -> int:
     """The size in bytes of the tables of cosines and sines (layers/cpu_layers.py)."""
-    return len(set(config.ropes)) * num_positions * config.head_dim * _FLOAT_BYTES
+    return len(set(config.ropes)) * num_positions * config.rope_dim * _FLOAT_BYTES

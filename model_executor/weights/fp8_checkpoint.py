@@ -7,7 +7,7 @@ import torch
 from ...srt.model_files.quantization_config import Fp8Config
 from ..kernels.fp8_layout import FP8_BLOCK
 from ..layers.fp8_weight import Fp8Weight
-from ..models.parameters import Region
+from ..models.parameter import Region
 from .safetensors_checkpoint import SafetensorsCheckpoint
 
 _WEIGHT = ".weight"

@@ -15,7 +15,7 @@ from ...srt.model_files.gguf_model import GGUFModel
 from ...srt.model_files.gguf_rope import GGUF_DIVISORS
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.quantized_weight import QuantizedWeight
-from ..models.parameters import Region
+from ..models.parameter import Region
 from . import ggml_types
 from .ggml_types import Blocks, Kind
 
@@ -29,6 +29,14 @@ _NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",

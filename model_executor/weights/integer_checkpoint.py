@@ -12,7 +12,7 @@ import torch
 from ...srt.model_files.quantization_config import IntegerConfig
 from ..device.dtypes import dtype_name
 from ..layers.quantized_weight import GROUP, QuantizedWeight
-from ..models.parameters import Region
+from ..models.parameter import Region
 from .integer_layouts import LAYOUTS, WEIGHT_SHAPE, Integers
 from .safetensors_checkpoint import SafetensorsCheckpoint
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...srt.model_files.quantization_config import LayoutName
-from ..models.parameters import Region
+from ..models.parameter import Region
 
 _WORD_BITS = 32
 _CHUNK_VALUES = 1 << 22

@@ -23,19 +23,8 @@ from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
 from ..layers.packing import COMPACT_BITS
 from ..layers.quantized_weight import GROUP, QuantizedWeight, quantize, stacked
 from ..models.family import family_of
-from ..models.parameters import (
-    EMBEDDING,
-    LM_HEAD,
-    WHOLE,
-    Parameter,
-    ParameterDtypes,
-    Part,
-    Region,
-    Shard,
-    Split,
-    check_shard,
-    is_expert,
-)
+from ..models.parameter import WHOLE, Parameter, Part, Region, Shard, Split
+from ..models.parameters import EMBEDDING, LM_HEAD, ParameterDtypes, check_shard, is_expert
 from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
 from .integer_checkpoint import IntegerCheckpoint
@@ -224,8 +213,10 @@ def _is_dequantised_by_a_cpu(config: ModelConfig, device: torch.device) -> bool:
 def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
     if config.load_format == "gguf":
         from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second
+        from .gguf_latents import GGUFLatents  # as above
 
-        return GGUFCheckpoint(config, device)
+        checkpoint = GGUFCheckpoint(config, device)
+        return checkpoint if config.latent is None else GGUFLatents(checkpoint, config.latent)
     if isinstance(config.quantization, Mxfp4Config) or FAMILIES[config.architecture].stacked_experts:
         assert not isinstance(config.quantization, Fp8Config | IntegerConfig)
         return StackedCheckpoint(config.model_path, config.quantization, device)
@@ -293,7 +284,8 @@ class StoredParameters(Mapping[str, Any]):
         if name in self._forms:
             return _stacked([self._quantized(part, region, self._forms[name]) for part, region in parts])
         tensors = [self._tensor(part, region).to(dtype) for part, region in parts]
-        return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+        whole = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+        return whole.view(self._shard.shape(parameter))
 
     def _tensor(self, part: Part, region: Region) -> torch.Tensor:
         numbers = part.computed(part.in_order(self._checkpoint.tensor(part.name, part.within_tensor(region))))

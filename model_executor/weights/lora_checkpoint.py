@@ -21,7 +21,8 @@ from ...srt.model_files.lora_config import LoraConfig, read_lora_config
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.lora_layers import LoraShape, LoraWeight
 from ..models.family import family_of
-from ..models.parameters import Parameter, Part, is_expert
+from ..models.parameter import Parameter, Part
+from ..models.parameters import is_expert
 from .quantization import is_linear
 from .safetensors_checkpoint import in_language_model, is_for_images
 from .safetensors_file import SafetensorsFile

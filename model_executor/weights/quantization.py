@@ -15,7 +15,8 @@ from ..device.dtypes import dtype_name
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
-from ..models.parameters import ROUTER_ENDING, SHARED_GATE_ENDING, WHOLE, Parameter, Shard, is_expert
+from ..models.parameter import WHOLE, Parameter, Shard
+from ..models.parameters import ROUTER_ENDING, SHARED_GATE_ENDING, is_expert
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """The forms that a CPU rounds weights to, and their bits per weight, with the scale and minimum of a group."""

@@ -9,7 +9,8 @@ import torch
 
 from ...srt.model_files.safetensors_files import find_safetensors
 from ..device.dtypes import dtype_name
-from ..models.parameters import EMBEDDING, LM_HEAD, Region
+from ..models.parameter import Region
+from ..models.parameters import EMBEDDING, LM_HEAD
 from .safetensors_file import SafetensorsFile
 
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 
 from ...srt.model_files.quantization_config import Mxfp4Config
 from ..layers.quantized_weight import GROUP, QuantizedWeight
-from ..models.parameters import Region
+from ..models.parameter import Region
 from . import mxfp4
 from .safetensors_checkpoint import SafetensorsCheckpoint
 

@@ -20,7 +20,8 @@ import torch
 
 from ...srt.model_files.files import open_file
 from ..device.dtypes import dtype_name
-from ..models.parameters import Parameter, ParameterDtypes
+from ..models.parameter import Parameter
+from ..models.parameters import ParameterDtypes
 from .cache_folder import PREFIX, CacheFolder, Entry
 from .safetensors_file import DTYPE_NAMES, SafetensorsFile
 

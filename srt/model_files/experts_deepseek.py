@@ -5,6 +5,7 @@ The first layers are dense. The others have small experts, which may be in group
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from .experts_config import ExpertsConfig, several_shared
@@ -55,6 +56,18 @@ def glm_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
 def dots_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     """The experts of dots.llm1."""
     return _with_sigmoids(config, num_layers, _Defaults(None, None, 1408, None))
+
+
+def glm_flash_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of GLM-4.7-Flash, whose config may name the layers that have them."""
+    experts = _with_sigmoids(config, num_layers, _Defaults(64, 4, 1536, 1, num_dense=1, normalized=True, scale=1.8))
+    kinds = config.texts("mlp_layer_types")
+    if kinds is None or experts is None:
+        return experts
+    if len(kinds) != num_layers or not {"dense", "sparse"} >= set(kinds):
+        raise config.refusal("mlp_layer_types", f"'dense' or 'sparse' for each of {num_layers} layers", kinds)
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return None if len(dense) == num_layers else dataclasses.replace(experts, dense_layers=dense)
 
 
 def deepseek_v3_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:

@@ -24,6 +24,7 @@ from .experts_config import (
 from .experts_deepseek import DEEPSEEK_GGUF_KEYS, dots_experts, glm_experts, glm_gguf_experts
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
+from .latent_families import LATENT_FAMILIES
 from .layer_windows import (
     no_window,
     rotated_layers,
@@ -358,6 +359,7 @@ FAMILIES: dict[str, Family] = {
         gguf_window=None,
         gguf_gate=ClampedGate(1.702, 7.0),
     ),
+    **LATENT_FAMILIES,
 }
 
 

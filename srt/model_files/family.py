@@ -31,6 +31,8 @@ class Family:
     mlp_bias: bool | str = False
     attention_sinks: bool = False
     """whether each head has a learned logit that joins the softmax without a value"""
+    has_latents: bool = False
+    """whether attention is latent attention"""
     qk_norm: QKNormKind | None = None
     """`ModelConfig.qk_norm`"""
     qk_norm_key: str | None = None
@@ -76,6 +78,8 @@ class Family:
     """whether a config may have rope settings of the type dynamic with a fixed `alpha`"""
     has_query_scale: bool = False
     """whether queries are multiplied by a `QueryScale`; GGUF files may have none"""
+    has_depth_scale: bool = False
+    """whether a config has `scale_emb`, `scale_depth` and `dim_model_base` (MiniCPM)"""
     scales_embeddings: bool = False
     """whether embeddings are multiplied by the square root of hidden_size"""
     has_multipliers: bool = False

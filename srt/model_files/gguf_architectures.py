@@ -31,8 +31,10 @@ GGUF_ARCHITECTURES = {
     "arcee": "ArceeForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "deepseek2": "YoutuForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
+    "deepseek2": "DeepseekV2ForCausalLM",
     "llama": "MixtralForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",

@@ -23,6 +23,7 @@ from .gguf_architectures import (
 from .gguf_file import GGUFTensor
 from .gguf_model import GGUFModel
 from .gguf_rope import GGUF_DIVISORS, QUERY_SCALE_KEYS, GGUFDivisors, rope_from_gguf
+from .latent_config import GGUF_LATENT_KEYS, gguf_latent_scale, latent_from_gguf
 from .layer_windows import SlidingWindows, local_windows
 from .model_config import MAX_LAYERS, ModelConfig, activations_of
 from .rope_config import RopeConfig, layer_ropes, ropes_of_windows
@@ -62,17 +63,14 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
     if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
         raise metadata.unsupported(f"{arch}.pooling_type={pooling} is not supported; supported: 3, the last token")
     family = FAMILIES[architecture]
+    latent = latent_from_gguf(config) if family.has_latents else None
     first_projection = "blk.0.attn_qkv" if family.stacked_qkv else "blk.0.attn_q"
+    if latent is not None and latent.query_rank is not None:
+        first_projection = "blk.0.attn_q_a"
     tensors = _tensors(file, f"{first_projection}.weight")
 
     num_heads, hidden_size = config.integer("attention.head_count"), config.integer("embedding_length")
-    head_dim = config.integer("attention.key_length", hidden_size // num_heads)
-    rotary_dim = config.integer("rope.dimension_count", head_dim)
-    if family.partial_rotary and (rotary_dim % 2 or rotary_dim > head_dim):
-        raise metadata.unsupported(f"{arch}.rope.dimension_count must be even and at most {head_dim}, got {rotary_dim}")
-    for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
-        if (given := config.integer(key, head_dim)) != head_dim:
-            raise metadata.unsupported(f"{arch}.{key} must equal the head dimension {head_dim}, got {given}")
+    head_dim, rotary_dim = (latent.rope_dim,) * 2 if latent is not None else _head_dims(config, family, arch)
     context_len = config.integer("context_length")
     num_extra_layers = config.integer(_GGUF_EXTRA_LAYERS, 0, minimum=0)
     num_layers = config.integer("block_count", minimum=1 + num_extra_layers, maximum=MAX_LAYERS) - num_extra_layers
@@ -89,6 +87,8 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         raise metadata.unsupported(f"{arch}.rope.freq_base_swa={local_theta:g} is not supported")
     if num_layers == family.gguf_layers_scaled_by_width:
         scale = (hidden_size / num_heads) ** -0.5
+    if latent is not None:
+        scale = gguf_latent_scale(config, latent)
     if family.has_multipliers:
         scale = config.number("attention.scale", scale)
         # As in llama.cpp, it says for these files whether there is a rotary embedding.
@@ -103,8 +103,9 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         intermediate_size=config.integer("feed_forward_length"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
+        num_kv_heads=config.integer("attention.head_count_kv", num_heads) if latent is None else 1,
+        head_dim=head_dim if latent is None else latent.key_dim,
+        latent=latent,
         vocab_size=tensors["token_embd.weight"].shape[0],
         context_len=max(context_len, rope.context_len),
         sliding_windows=windows,
@@ -136,12 +137,27 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
     )
 
 
+def _head_dims(config: Settings, family: Family, arch: str) -> tuple[int, int]:
+    """The components of a head, and how many of them are rotated."""
+    head_dim = config.integer(
+        "attention.key_length", config.integer("embedding_length") // config.integer("attention.head_count")
+    )
+    rotary_dim = config.integer("rope.dimension_count", head_dim)
+    if family.partial_rotary and (rotary_dim % 2 or rotary_dim > head_dim):
+        raise config.unsupported(f"{arch}.rope.dimension_count must be even and at most {head_dim}, got {rotary_dim}")
+    for key in ("attention.value_length", *(() if family.partial_rotary else ("rope.dimension_count",))):
+        if (given := config.integer(key, head_dim)) != head_dim:
+            raise config.unsupported(f"{arch}.{key} must equal the head dimension {head_dim}, got {given}")
+    return head_dim, rotary_dim
+
+
 def _own_settings(file: GGUFModel, metadata: Settings, arch: str) -> Settings:
     """The settings of the architecture. Refuses a key that may change the computation."""
     prefix, family = f"{arch}.", FAMILIES[GGUF_ARCHITECTURES[arch]]
     keys = _GGUF_KEYS + (_GGUF_MULTIPLIERS if family.has_multipliers else ())
     keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
     keys += QUERY_SCALE_KEYS if family.has_query_scale else ()
+    keys += GGUF_LATENT_KEYS if family.has_latents else ()
     keys += () if family.gguf_shared_gate is None else (SHARED_LENGTH_KEY,)
     keys += family.gguf_expert_keys + ((_GGUF_EXTRA_LAYERS,) if family.has_extra_layers else ())
     for key in file.metadata:
@@ -179,6 +195,8 @@ def _architecture(config: Settings, arch: str) -> str:
 
 def _experts(config: Settings, family: Family, tensors: Collection[str], num_layers: int) -> ExpertsConfig | None:
     if family.experts is None:
+        return None
+    if family.has_latents and not config.integer("expert_count", 0, minimum=0):
         return None
     if family.gguf_experts is not None:
         return family.gguf_experts(config, num_layers)

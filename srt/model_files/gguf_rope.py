@@ -19,7 +19,8 @@ from .rope_config import (
 )
 from .settings import Settings
 
-QUERY_SCALE_KEYS = ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
+YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+QUERY_SCALE_KEYS = ("attention.temperature_scale", YARN_LOG_MULTIPLIER)
 """More keys of a family with `has_query_scale`. The second one is `mscale_all_dim` of YaRN, whose `mscale` is 1."""
 _MAX_FACTOR = 1000.0
 """Most of these keys. Published files have numbers up to 1."""
@@ -41,7 +42,7 @@ class GGUFDivisors(NamedTuple):
 def rope_from_gguf(config: Settings, family: Family, tensors: GGUFDivisors, context_len: int) -> RopeConfig:
     """Read the config from the keys of a GGUF file, and from its tensors."""
     rope = _without_query_scale(config, family, tensors, context_len)
-    beta = _number_from_0(config, QUERY_SCALE_KEYS[0])
+    beta = number_from_0(config, QUERY_SCALE_KEYS[0])
     if beta == 0:
         return rope
     period = config.integer("rope.scaling.original_context_length", context_len)
@@ -68,8 +69,10 @@ def _without_query_scale(config: Settings, family: Family, tensors: GGUFDivisors
         raise config.refusal("rope.scaling.type", "none, linear or yarn", kind)
     attention_factor = 1.0
     if kind == "yarn":
-        mscale_all = _number_from_0(config, QUERY_SCALE_KEYS[1])
+        mscale_all = number_from_0(config, YARN_LOG_MULTIPLIER)
         attention_factor = yarn_attention_factor(factor) / yarn_attention_factor(factor, mscale_all)
+        if family.has_latents and mscale_all:
+            attention_factor = 1.0  # the key has another unit, and both factors are equal
     _check_attention_factors(config, attention_factor)
     if kind == "none" or (kind == "linear" and factor == 1):
         return RopeConfig(theta, None if divisors is None else FrequencyDivisors(divisors))
@@ -92,7 +95,7 @@ def _without_query_scale(config: Settings, family: Family, tensors: GGUFDivisors
     return RopeConfig(theta, scaling)
 
 
-def _number_from_0(config: Settings, key: str) -> float:
+def number_from_0(config: Settings, key: str) -> float:
     """A number of at least 0; 0 if it is absent."""
     number = config.number(key, 0.0, above=-math.inf)
     if not 0 <= number <= _MAX_FACTOR:

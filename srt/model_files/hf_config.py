@@ -11,6 +11,7 @@ import numpy as np
 from .families import FAMILIES, SOFT_CAP_KEYS, not_in_families
 from .family import Family
 from .generation_defaults import HF_KEYS, read_generation_defaults
+from .latent_config import latent_from_hf, latent_scale
 from .model_config import MAX_LAYERS, Activation, ModelConfig, UngatedActivation, activations_of
 from .quantization_config import read_quantization_config
 from .rope_config import layer_ropes, rope_from_hf, ropes_from_hf, ropes_of_windows
@@ -41,6 +42,9 @@ def config_from_hf(
     quantization = read_quantization_config(config, older_quantization, stacked_experts=family.stacked_experts)
     if quantization is not None and family.expert_names.has_rows_of_all:
         raise config.unsupported(f"quantization_config is not supported for {architecture}")
+    is_interleaved = family.interleaved_rotary
+    if family.has_latents and (given := config.flag("rope_interleave", is_interleaved)) != is_interleaved:
+        raise config.unsupported_value("rope_interleave", str(is_interleaved).lower(), given)
     for key in ("rope_interleaved", "use_mrope", "use_cla"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
@@ -56,11 +60,8 @@ def config_from_hf(
 
     num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
-    if family.default_head_dim is None and hidden_size % num_heads and config.get("head_dim") is None:
-        raise ValueError(
-            f"{config.source}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})"
-        )
-    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    latent = latent_from_hf(config) if family.has_latents else None
+    head_dim = _head_dim(config, family, num_heads, hidden_size) if latent is None else latent.rope_dim
     for key, known in (("attention_bias", family.qkv_bias), ("mlp_bias", family.mlp_bias)):
         if config.flag(key) and known not in (True, key):
             raise config.unsupported(f"{key} is not supported for {architecture}")
@@ -84,8 +85,9 @@ def config_from_hf(
         intermediate_size=config.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        head_dim=head_dim,
+        num_kv_heads=config.integer("num_key_value_heads", num_heads) if latent is None else 1,
+        head_dim=head_dim if latent is None else latent.key_dim,
+        latent=latent,
         vocab_size=config.integer("vocab_size"),
         context_len=max(context_len, rope.context_len),
         sliding_windows=windows,
@@ -94,7 +96,7 @@ def config_from_hf(
         hidden_act=_activation(config, family),
         rope=rope,
         layer_ropes=ropes,
-        attention_scale=multipliers.attention,
+        attention_scale=multipliers.attention if latent is None else latent_scale(config, latent),
         embedding_scale=multipliers.embeddings,
         residual_scale=multipliers.residual,
         logits_divisor=multipliers.logits_divisor,
@@ -120,6 +122,14 @@ def config_from_hf(
     )
 
 
+def _head_dim(config: Settings, family: Family, num_heads: int, hidden_size: int) -> int:
+    if family.default_head_dim is None and hidden_size % num_heads and config.get("head_dim") is None:
+        raise ValueError(
+            f"{config.source}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})"
+        )
+    return config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+
+
 class _Multipliers(NamedTuple):
     """Factors of ModelConfig."""
 
@@ -133,6 +143,14 @@ def _multipliers(config: Settings, family: Family, head_dim: int, dtype: str | N
     if family.has_multipliers:
         keys = "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"
         return _Multipliers(*(config.number(key, 1.0) for key in keys))
+    if family.has_depth_scale:
+        num_layers, hidden_size = config.integer("num_hidden_layers"), config.integer("hidden_size")
+        return _Multipliers(
+            head_dim**-0.5,
+            config.number("scale_emb", 1.0),
+            config.number("scale_depth", math.sqrt(num_layers)) / math.sqrt(num_layers),
+            hidden_size / config.number("dim_model_base", hidden_size),
+        )
     query_scalar = config.optional_number("query_pre_attn_scalar") if family.has_query_scalar else None
     root = math.sqrt(config.integer("hidden_size"))
     return _Multipliers((query_scalar or head_dim) ** -0.5, _rounded(root, dtype) if family.scales_embeddings else 1.0)

@@ -16,6 +16,7 @@ from .experts_config import ExpertsConfig
 from .families import FAMILIES, not_in_families
 from .family import Family, QKNormKind
 from .generation_defaults import GenerationDefaults
+from .latent_config import LatentConfig
 from .layer_windows import SlidingWindows
 from .quantization_config import QuantizationConfig
 from .rope_config import RopeConfig
@@ -60,6 +61,8 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     context_len: int
+    latent: LatentConfig | None = None
+    """Latent attention. Then a token has one key for all heads: num_kv_heads is 1, and head_dim is `latent.key_dim`."""
     sliding_windows: SlidingWindows = ()
     """An empty tuple is replaced by one None per layer."""
     rms_norm_eps: float = 1e-6
@@ -135,11 +138,17 @@ class ModelConfig:
                 f"{where}a token must have from 1 to {experts.num_experts} experts, as many as a layer has, got "
                 f"{experts.num_experts_per_token}"
             )
+        if self.latent is not None:
+            assert (self.num_kv_heads, self.head_dim) == (1, self.latent.key_dim)
+            if self.latent.rope_dim % 2:
+                raise ValueError(
+                    f"{where}the rotated components of latent attention must be even, got {self.latent.rope_dim}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{where}num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
-        if self.head_dim % 2:
+        if self.latent is None and self.head_dim % 2:
             raise ValueError(f"{where}head_dim must be even for rotary embedding, got {self.head_dim}")
         if any(window is not None and window < 1 for window in self.sliding_windows):
             raise ValueError(f"{where}a sliding window must be at least 1, got {self.sliding_windows}")
@@ -178,6 +187,21 @@ class ModelConfig:
         """The rotary embedding of each layer."""
         return self.layer_ropes or (self.rope,) * self.num_layers
 
+    @property
+    def latent_dim(self) -> int | None:
+        """Components of a token's latent; None: attention is not latent attention."""
+        return None if self.latent is None else self.latent.latent_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Components of a head that the rotary embedding has angles for."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Components of a head's value, which the output projection of attention multiplies."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
     def is_sparse(self, layer: int) -> bool:
         """Whether the feed-forward layer is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
@@ -191,6 +215,12 @@ class ModelConfig:
         """The widths of the feed-forward layers that the model has, and of its experts."""
         dense = (self.intermediate_size,) if self.has_dense_layers else ()
         return dense if self.experts is None else (*dense, *self.experts.widths)
+
+    @property
+    def multiplied_widths(self) -> tuple[int, ...]:
+        """The widths of what linear layers multiply. Those of all heads, which are even, are left out."""
+        latent = () if self.latent is None else (*self.latent[:4], self.latent.query_rank or 2)
+        return (self.hidden_size, *self.feed_forward_widths, *latent)
 
     @property
     def model_type(self) -> str:

@@ -96,6 +96,18 @@ def olmo_ropes(draw, of_global_layers):
     return {"rope_parameters": of_local_layers | {"full_attention": of_global_layers | draw(some(rope_theta=[1000.0]))}}
 
 
+def latents():
+    """The sizes of latent attention."""
+    return fixed(
+        q_lora_rank=[None, 24],
+        kv_lora_rank=[32, 40],
+        qk_nope_head_dim=[8, 20],
+        qk_rope_head_dim=[8, 12],
+        v_head_dim=[8, 20],
+        num_key_value_heads=[4],
+    )
+
+
 EXPERTS_IN_GROUPS = st.sampled_from(
     [
         {"n_routed_experts": 11, "num_experts_per_tok": 8},
@@ -103,6 +115,8 @@ EXPERTS_IN_GROUPS = st.sampled_from(
         {"n_routed_experts": 15, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 1},
     ]
 )
+IN_GROUPS = {"topk_method": "group_limited_greedy"}
+WIDTH_OF_EXPERTS = fixed(moe_intermediate_size=[8, 48])
 OF_FAMILY = {
     "gpt_oss": st.builds(
         dict.__or__,
@@ -164,6 +178,40 @@ OF_FAMILY = {
         st.builds(dict.__or__, fixed(moe_intermediate_size=[16, 48], n_shared_experts=[1, 3]), EXPERTS_IN_GROUPS),
     ),
     "arcee": some(attention_bias=[False, True], mlp_bias=[False, True]),
+    "deepseek_v2": st.builds(
+        dict.__or__,
+        some(first_k_dense_replace=[0, 1, 2], routed_scaling_factor=[1.0, 2.5], n_shared_experts=[1, 3]),
+        st.builds(
+            dict.__or__,
+            st.builds(dict.__or__, latents(), WIDTH_OF_EXPERTS),
+            st.sampled_from(
+                [
+                    {"n_routed_experts": 11, "num_experts_per_tok": 8},
+                    IN_GROUPS | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+                    IN_GROUPS | {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+                ]
+            ),
+        ),
+    ),
+    "deepseek_v3": st.builds(
+        dict.__or__,
+        some(
+            first_k_dense_replace=[0, 1, 2],
+            routed_scaling_factor=[1.0, 2.5],
+            n_shared_experts=[1, 3],
+            norm_topk_prob=[False, True],
+        ),
+        st.builds(dict.__or__, latents(), st.builds(dict.__or__, EXPERTS_IN_GROUPS, WIDTH_OF_EXPERTS)),
+    ),
+    "glm4_moe_lite": st.builds(
+        dict.__or__,
+        some(mlp_layer_types=[["sparse", "dense"], ["dense", "sparse"]], num_hidden_layers=[2]),
+        st.builds(dict.__or__, latents(), st.builds(dict.__or__, EXPERTS_IN_GROUPS, WIDTH_OF_EXPERTS)),
+    ),
+    "youtu": latents(),
+    "minicpm3": st.builds(
+        dict.__or__, latents(), some(scale_emb=[1, 12], scale_depth=[None, 1.4], dim_model_base=[None, 16])
+    ),
     "ministral3": some(sliding_window=[None, 3, 7], head_dim=[8, 24]),
     "hunyuan_v1_dense": some(attention_bias=[False, True]),
     "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),
@@ -280,6 +328,8 @@ def configs(draw):
         shape.pop("head_dim", None)
     if family in ("mixtral", "hunyuan_v1_dense"):  # without it, transformers cannot compute with yarn, or at all
         shape.setdefault("head_dim", 16)
+    if "q_lora_rank" in (of_family := draw(OF_FAMILY[family])):
+        shape.pop("head_dim", None)
     if family == "ministral3":
         kind, rope = "yarn", draw(ministral_ropes())
     if family == "hunyuan_v1_dense" and draw(st.booleans()):
@@ -304,7 +354,7 @@ def configs(draw):
         "pad_token_id": 0,
         **draw(fixed(num_hidden_layers=[1, 2], intermediate_size=[24, 96])),
         **shape,
-        **draw(OF_FAMILY[family]),
+        **of_family,
         **rope,
     }
 

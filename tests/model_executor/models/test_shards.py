@@ -20,7 +20,8 @@ from tercet.model_executor.layers.kinds import layers_for
 from tercet.model_executor.layers.layernorm import RMSNorm
 from tercet.model_executor.models.decoder import Decoder
 from tercet.model_executor.models.family import family_of
-from tercet.model_executor.models.parameters import WHOLE, Shard, Split, decoder_parameters, rank_config
+from tercet.model_executor.models.parameter import WHOLE, Shard, Split
+from tercet.model_executor.models.parameters import decoder_parameters, rank_config
 from tercet.model_executor.step import ForwardMode
 from tercet.model_executor.weights import loader
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
@@ -189,6 +190,11 @@ def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> No
         rank_config(load_model_config(save(model, tmp_path / "odd")), Shard(0, 2))
     model.resize_token_embeddings(132)
     compare(load_model_config(save(model, tmp_path / "even")), 2)
+
+
+def test_latent_attention_is_not_divided(stored: Callable[[str], ModelConfig]) -> None:
+    with pytest.raises(ValueError, match="2 ranks cannot divide YoutuForCausalLM: its heads share their keys"):
+        rank_config(stored("youtu"), Shard(0, 2))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -30,7 +30,7 @@ KINDS = [
     "gemma3_scaled", "gemma3_images", "gpt_oss", "qwen3_moe", "mixtral", "mistral_window", "olmo2", "olmo3", "granite",
     "glm", "glm4", "seed_oss", "ernie4_5", "exaone4", "olmoe", "granitemoe", "qwen2_moe",
     "granitemoeshared", "glm4_moe", "dots1", "ernie4_5_moe", "arcee", "ministral3", "ministral3_images",
-    "hunyuan_v1_dense",
+    "hunyuan_v1_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3",
 ]  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def make_driver(folder, **options):
 def test_logits_are_those_of_merged_weights(name, backend, tmp_path):
     model = make_model(name)
     driver = make_driver(save(model, tmp_path / "model"), attention_backend=backend)
-    attention_only = {"targets": ("q_proj", "v_proj", "qkv_proj")}
+    attention_only = {"targets": ("q_proj", "v_proj", "qkv_proj", "kv_a_proj_with_mqa")}
     adapters = [
         save_adapter(tmp_path / "all", model, rank=4, seed=1),
         save_adapter(tmp_path / "some", model, rank=6, seed=2, use_rslora=True, **attention_only),

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.kernels.fp8_layout import FP8_BLOCK, FP8_MAX
 from tercet.model_executor.layers.fp8_weight import Fp8Weight, quantize_fp8
-from tercet.model_executor.models.parameters import Shard
+from tercet.model_executor.models.parameter import Shard
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters, stored_fp8_forms
 from tercet.model_executor.weights.quantization import parameter_bytes

@@ -19,7 +19,8 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.quantized_weight import QuantizedWeight
 from tercet.model_executor.models.family import family_of
-from tercet.model_executor.models.parameters import Shard, is_expert
+from tercet.model_executor.models.parameter import Shard
+from tercet.model_executor.models.parameters import is_expert
 from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters, stored_forms

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from tiny_configs import CONFIGS, LLAMA3
+from tiny_latent_configs import LATENT_CONFIGS
 from transformers import AutoConfig
 
 from tercet.srt.errors import ModelNotSupported
@@ -17,7 +18,7 @@ from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, YarnScaling
 
-IN_OTHER_FILES = "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots"
+IN_OTHER_FILES = "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots", *LATENT_CONFIGS
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

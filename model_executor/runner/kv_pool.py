@@ -1,0 +1,48 @@
+"""The KV pool of a runner."""
+
+from __future__ import annotations
+
+from ...mem_cache.token_to_kv_pool import TokenToKVPool
+from ...srt.model_files.model_config import ModelConfig
+from ..attention.registry import kv_panel
+from .settings import RunnerSettings
+
+
+def kv_bytes_per_token(settings: RunnerSettings, config: ModelConfig) -> int:
+    """The size of a token's slot in the pool, in bytes."""
+    return TokenToKVPool.bytes_per_token(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        settings.kv_dtype,
+        _panel(settings, config),
+        config.latent_dim,
+    )
+
+
+def make_kv_pool(settings: RunnerSettings, config: ModelConfig, num_tokens: int) -> TokenToKVPool:
+    """Make a pool of `num_tokens` tokens. Raises ValueError if its memory cannot be allocated."""
+    try:
+        return TokenToKVPool(
+            num_tokens,
+            settings.page_size,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            settings.kv_dtype,
+            settings.device,
+            _panel(settings, config),
+            config.latent_dim,
+        )
+    except OSError as error:  # a limit on the address space, or a system that does not overcommit memory
+        num_mib = num_tokens * kv_bytes_per_token(settings, config) >> 20
+        raise ValueError(
+            f"a KV pool of {num_tokens} tokens ({num_mib} MiB) cannot be allocated: "
+            f"{error.strerror}; choose a smaller --max-total-tokens, or raise the limit of memory (ulimit -v)"
+        ) from None
+
+
+def _panel(settings: RunnerSettings, config: ModelConfig) -> int | None:
+    return kv_panel(
+        settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype, config.latent_dim
+    )

@@ -1,0 +1,81 @@
+"""Models with latent attention: the logits of transformers, and the same bits in any step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cpu_models import CONFIG, VARIANTS, make_cpu_runner
+from runner_driver import RunnerDriver
+from runners import make_runner
+from tiny_latent_configs import LATENT_CONFIGS
+from tiny_models import make_model, save
+from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
+from tercet.srt.model_files.latent_config import LatentConfig
+from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
+
+WITH_RANK = LatentConfig(latent_dim=128, nope_dim=32, rope_dim=32, value_dim=64, query_rank=96)
+WITHOUT_RANK = WITH_RANK._replace(query_rank=None, nope_dim=64, value_dim=32)
+
+
+def with_latent(latent: LatentConfig) -> ModelConfig:
+    return replace(
+        CONFIG,
+        architecture="YoutuForCausalLM",
+        latent=latent,
+        num_kv_heads=1,
+        head_dim=latent.key_dim,
+        attention_scale=0.1,
+        qk_norm=None,
+        sliding_windows=(),
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
+    if backend == "cpu" and not cpu_extension.load():
+        pytest.skip("no build of csrc/cpu for this processor")
+    model = make_model(name)
+    config = load_model_config(save(model, tmp_path))
+    options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 6, "attention_backend": backend}
+    driver = RunnerDriver(make_runner(config, **options))
+    ids = np.random.default_rng(1).integers(0, 131, 50)
+    assert_logits_equal(driver, model, ids)
+    if name != "minicpm3_long":  # transformers changes the frequencies when a request becomes long
+        assert_greedy_tokens_equal(driver, model, ids[:9])
+
+
+@pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+@pytest.mark.parametrize("latent", [WITH_RANK, WITHOUT_RANK], ids=["rank", "no_rank"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
+def test_every_step_has_the_same_bits(
+    variant: tuple[str, str | None, int], latent: LatentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request alone, in batches, in chunks, and in recorded and launched steps."""
+    monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.1)
+    rng = np.random.default_rng(3)
+    prompts = {row: rng.integers(0, 301, length) for row, length in enumerate((70, 1, 33, 5, 12), start=1)}
+    rows = list(prompts)
+    alone = RunnerDriver(make_cpu_runner(variant, with_latent(latent), max_running_requests=6))
+    assert isinstance(alone.runner._recorded, CpuGraphRunner)
+    expected = {}
+    for row, ids in prompts.items():
+        alone.extend({row: ids[:20]}, new_rows=[alone.add(row)])
+        if len(ids) > 20:
+            alone.extend({row: ids[20:]})
+        alone.decode([row], [5])
+        expected[row] = alone.logits[-1][0]
+    for options in ({}, {"disable_cuda_graph": True}):
+        batch = RunnerDriver(make_cpu_runner(variant, with_latent(latent), max_running_requests=6, **options))
+        batch.extend(prompts, new_rows=[batch.add(row) for row in prompts])
+        batch.decode(rows[::-1], [5] * len(rows))
+        for logits, row in zip(batch.logits[-1], rows[::-1], strict=True):
+            assert torch.equal(logits, expected[row]), (options, row)
