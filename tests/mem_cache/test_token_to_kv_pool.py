@@ -66,6 +66,16 @@ def test_values_of_latent_attention_are_the_first_components_of_keys(dtype: torc
     assert panels.bytes_per_slot == TokenToKVPool.bytes_per_token(**sizes, panel=16) == 2 * 80 * dtype.itemsize
 
 
+def test_the_slot_after_the_last_value_holds_numbers() -> None:
+    """Attention multiplies words of two values, and zero times what is not a number is not a number."""
+    pool = TokenToKVPool(64, 32, 1, 2, 32, torch.bfloat16, "cpu", panel=16)
+    pool.v_buffer[0].fill_(torch.nan)
+    kv = torch.ones(3, 2, 32)
+    pool.set_kv(0, torch.tensor([32, 33, 34]), kv, kv)
+    values = pool.get_kv(0, torch.tensor([32, 33, 34, 35, 36]))[1][:, 0, 0]
+    assert values[:4].tolist() == [1, 1, 1, 0] and values[4].isnan()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_in_panels_holds_the_same(dtype: torch.dtype) -> None:
     sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 32, "dtype": dtype, "device": "cpu"}
