@@ -68,7 +68,8 @@ void rotate_row(T* row, int64_t position, const Heads<T>& h) {
 }
 
 /// Divides tokens, each with row_size numbers, into runs: tokens whose slots are neighbours in the same group of kLanes
-/// slots. Calls f(first token of a run, that of the next, the last token of the thread's block + 1) for each.
+/// slots. Calls f(first token, first token after the run, first token after this thread's block of runs) for each run. No
+/// two threads have tokens of the same run.
 template <typename F>
 void for_each_run_of_slots(const int64_t* slots, int64_t tokens, int64_t row_size, const F& f) {
   const auto next_run = [&](int64_t token) {
