@@ -67,7 +67,8 @@ _MATRIX_PRODUCTS = {
     "sm_80": "mma.sync", "sm_89": "mma.sync", "sm_100": "mma", "gfx942": "v_mfma_f32_",
 }  # fmt: skip
 _SPILLED = {"sm_80": 48, "sm_90": 352}
-"""Most bytes of a thread that are spilled. Only tiles of 64 rows spill: their sums take 128 of 255 registers."""
+"""Most bytes of a thread that Triton 3.9.0 spills. Only tiles of 64 rows spill: their sums take 128 of 255 registers.
+3.6.0 and 3.7.1, which CUDA builds of torch bring, spill nothing."""
 _SPILLED_IN_LOOP = 56
 """Most accesses to them in the loop, whose products take about 4,000 cycles for a KV tile (sm_90)."""
 

@@ -88,7 +88,7 @@ def default_page_size(
         arch, fp8, fp32 = arch_of(device), kv_dtype == torch.float8_e4m3fn, kv_dtype == torch.float32
         if arch == INTERPRETER:  # only tests, whose pools are small
             return 1
-        if latent_dim is not None:
+        if latent_dim is not None:  # one look-up for a tile: fewer registers hold addresses (docs/performance.md)
             return PAGE_OF_KV_TILES if latent_extend_tile(arch, PAGE_OF_KV_TILES).paged else 1
         return PAGE_OF_KV_TILES if extend_tile(arch, head_dim, fp8, fp32=fp32, page_size=PAGE_OF_KV_TILES).paged else 1
     return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, kv_dtype, latent_dim) is None else PAGE_OF_PANELS

@@ -57,9 +57,8 @@ def latent_scale(config: Settings, latent: LatentConfig) -> float:
     rope = config.nested("rope_scaling") or config.nested("rope_parameters")
     if rope is None or (rope.text("rope_type") or rope.text("type") or "default") == "default":
         return scale
-    return scale * math.pow(
-        yarn_attention_factor(rope.number("factor", 1.0), rope.optional_number("mscale_all_dim") or 0), 2
-    )
+    factor, mscale = rope.number("factor", 1.0), rope.optional_number("mscale_all_dim") or 0.0
+    return scale * math.pow(yarn_attention_factor(factor, mscale), 2)
 
 
 GGUF_LATENT_KEYS = (
@@ -96,5 +95,5 @@ def gguf_latent_scale(config: Settings, latent: LatentConfig) -> float:
     scale = 1 / math.sqrt(latent.query_dim)
     if config.text("rope.scaling.type") != "yarn":
         return scale
-    mscale = 10 * number_from_0(config, YARN_LOG_MULTIPLIER)
-    return scale * math.pow(yarn_attention_factor(config.number("rope.scaling.factor", 1.0), mscale), 2)
+    factor, mscale = config.number("rope.scaling.factor", 1.0), 10 * number_from_0(config, YARN_LOG_MULTIPLIER)
+    return scale * math.pow(yarn_attention_factor(factor, mscale), 2)
