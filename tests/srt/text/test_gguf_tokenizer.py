@@ -27,6 +27,7 @@ WAYS = (
     "tekken",
     "gpt-4o",
     "deepseek-coder",
+    "deepseek-llm",
     "hunyuan-dense",
     "default",
 )
@@ -159,6 +160,8 @@ def test_cutting_keeps_every_byte(pre, text):
         ("tekken", "fooBar/\nX12", ["foo", "Bar", "/\n", "X", "1", "2"]),
         ("gpt-4o", "don'tStop 1234", ["don't", "Stop", " ", "123", "4"]),
         ("deepseek-coder", "a 12\nb!?", ["a", " ", "1", "2", "\n", "b", "!?"]),
+        ("deepseek-llm", "Éa 12345\nb!? 你好ß ", ["É", "a", " ", "12345", "\n", "b", "!?", " ", "你好", "ß", " "]),
+        ("deepseek-v3", "a.bc 12345x", ["a", ".bc", " ", "123", "45", "x"]),
         ("default", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
     ],
 )
