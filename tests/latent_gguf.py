@@ -16,6 +16,17 @@ def write_latent_gguf(path, model, *, divided, without=(), **options):
         keys["attention.q_lora_rank"] = config.q_lora_rank
     if rope["rope_type"] == "yarn":
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if getattr(config, "n_routed_experts", None):
+        groups = (config.n_group or 1, config.topk_group or 1)
+        dense = getattr(config, "first_k_dense_replace", 1)
+        sigmoids = any(name.endswith("e_score_correction_bias") for name in model.state_dict())
+        keys |= {
+            "leading_dense_block_count": dense, "expert_gating_func": 2 if sigmoids else 1,
+            "expert_weights_norm": bool(config.norm_topk_prob), "expert_weights_scale": config.routed_scaling_factor,
+            "expert_shared_count": config.n_shared_experts,
+        }  # fmt: skip
+        if groups != (1, 1):
+            keys |= {"expert_group_count": groups[0], "expert_group_used_count": groups[1]}
     names = [name for name in model.state_dict() if name.endswith(".kv_b_proj.weight")]
     tensors = {}
     if divided:

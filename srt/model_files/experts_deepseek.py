@@ -44,7 +44,7 @@ class _Keys(NamedTuple):
 
 _KEYS = _Keys("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
 _GGUF_KEYS = _Keys("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count")
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, SIGMOID = 1, 2
 """The functions of routers in GGUF files."""
 
 
@@ -125,8 +125,8 @@ def _experts(
 
 def glm_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     """The experts of GLM-4.5 and dots.llm1 in a GGUF file."""
-    if (function := config.integer("expert_gating_func", _SIGMOID)) != _SIGMOID:
-        raise config.unsupported_value("expert_gating_func", str(_SIGMOID), function)
+    if (function := config.integer("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise config.unsupported_value("expert_gating_func", str(SIGMOID), function)
     return _gguf_experts(config, num_layers, has_sigmoids=True)
 
 
@@ -136,9 +136,9 @@ def deepseek_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | 
     llama.cpp always takes the sum of two weights as the score of a group. DeepSeek V2 itself takes one, as here.
     """
     function = config.integer("expert_gating_func", _SOFTMAX)
-    if function not in (_SOFTMAX, _SIGMOID):
-        raise config.unsupported_value("expert_gating_func", f"{_SOFTMAX} or {_SIGMOID}", function)
-    return _gguf_experts(config, num_layers, has_sigmoids=function == _SIGMOID)
+    if function not in (_SOFTMAX, SIGMOID):
+        raise config.unsupported_value("expert_gating_func", f"{_SOFTMAX} or {SIGMOID}", function)
+    return _gguf_experts(config, num_layers, has_sigmoids=function == SIGMOID)
 
 
 def _gguf_experts(config: Settings, num_layers: int, *, has_sigmoids: bool) -> ExpertsConfig | None:

@@ -31,7 +31,7 @@ GGUF_ARCHITECTURES = {
     "arcee": "ArceeForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
-    "deepseek2": "YoutuForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "deepseek2": "DeepseekV2ForCausalLM",

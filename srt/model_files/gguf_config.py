@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import ModelNotSupported
 from .experts_config import SHARED_LENGTH_KEY, ExpertsConfig, gguf_experts
+from .experts_deepseek import SIGMOID
 from .families import FAMILIES, SOFT_CAP_KEYS
 from .family import Family
 from .generation_defaults import GGUF_KEYS, read_generation_defaults
@@ -199,6 +200,9 @@ def _experts(config: Settings, family: Family, tensors: Collection[str], num_lay
     if family.has_latents and not config.integer("expert_count", 0, minimum=0):
         return None
     if family.gguf_experts is not None:
+        # As in llama.cpp for GLM-4.7-Flash, whose first files do not say it: only sigmoids have corrections.
+        if any(name.endswith(".exp_probs_b.bias") for name in tensors):
+            config = config.with_defaults({"expert_gating_func": SIGMOID})
         return family.gguf_experts(config, num_layers)
     return gguf_experts(
         config,

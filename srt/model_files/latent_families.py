@@ -28,7 +28,8 @@ _DEEPSEEK_V2 = Family(
     no_window,
     has_latents=True,
     interleaved_rotary=True,
-    defaults=_DEEPSEEK_SIZES | {"bos_token_id": 1, "eos_token_id": 2},
+    has_extra_layers=True,
+    defaults=_DEEPSEEK_SIZES | {"bos_token_id": 1, "eos_token_id": 2, "num_nextn_predict_layers": 0},
     experts=deepseek_v2_experts,
     expert_names=GLM_NAMES,
     gguf_experts=deepseek_gguf_experts,
@@ -37,7 +38,6 @@ _DEEPSEEK_V2 = Family(
 _DEEPSEEK_V3 = dataclasses.replace(
     _DEEPSEEK_V2,
     model_type="deepseek_v3",
-    has_extra_layers=True,
     defaults=_DEEPSEEK_SIZES | {"bos_token_id": 0, "eos_token_id": 1, "num_nextn_predict_layers": 1},
     experts=deepseek_v3_experts,
 )

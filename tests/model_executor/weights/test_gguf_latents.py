@@ -15,7 +15,7 @@ from transformers_parity import assert_logits_equal
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.srt.model_files.load_config import load_model_config
 
-NAMES = ["youtu", "youtu_yarn"]
+NAMES = ["youtu", "youtu_yarn", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3_one_group", "glm4_moe_lite"]
 
 
 @pytest.mark.parametrize("divided", [False, True], ids=["old", "new"])

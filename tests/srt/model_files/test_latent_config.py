@@ -251,6 +251,17 @@ def test_a_gguf_file_says_the_same(name: str, divided: bool, tmp_path: Path) -> 
         assert isinstance(found.rope.scaling, YarnScaling) and found.rope.scaling.attention_factor == 1.0
 
 
+@pytest.mark.parametrize("says_it", [False, True])
+@pytest.mark.parametrize("name", ["deepseek_v2_groups", "deepseek_v3_one_group", "glm4_moe_lite"])
+def test_the_experts_of_a_gguf_file(name: str, says_it: bool, tmp_path: Path) -> None:
+    """Files may lack the function of the router. Then those with corrections have sigmoids."""
+    model = make_model(name)
+    keys = {} if says_it else {"expert_gating_func": None}
+    path = write_latent_gguf(tmp_path / "model.gguf", model, divided=True, keys=keys)
+    model.config.save_pretrained(tmp_path / "config")
+    assert load_model_config(path).experts == load_model_config(tmp_path / "config").experts
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
