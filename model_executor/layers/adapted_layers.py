@@ -55,7 +55,7 @@ class LoraLayers:
         """`layers`: makes all layers without adapters."""
         self._layers = layers
         self.compiled = layers.compiled
-        self.compiled_experts = layers.compiled_experts
+        self.fully_compiled = layers.fully_compiled
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         if not isinstance(weight, AdaptedWeight):

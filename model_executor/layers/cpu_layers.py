@@ -304,7 +304,7 @@ class CpuFloatLayers(CpuLayers):
     """All layers on compiled operations."""
 
     compiled = True
-    compiled_experts = True
+    fully_compiled = True
 
     def __init__(self, dtype: torch.dtype, *, compact: bool = False) -> None:
         """`dtype`: type of the activations. `compact`: weights of bfloat16 are compact, as `panels_of` says."""

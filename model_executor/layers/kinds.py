@@ -57,8 +57,8 @@ class LayerKinds(Protocol):
 
     compiled: bool
     """Whether all layers are compiled CPU operations, except `experts` and `latent_attention`."""
-    compiled_experts: bool
-    """Whether the layers of these two are compiled CPU operations, too."""
+    fully_compiled: bool
+    """Whether these two are compiled CPU operations, too."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm: ...
 
@@ -132,7 +132,7 @@ class TorchLayers:
     """The LayerKinds of plain torch."""
 
     compiled = False
-    compiled_experts = False
+    fully_compiled = False
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return RMSNorm(weight, eps)
@@ -216,7 +216,7 @@ class TorchLayers:
 def is_compiled(layers: LayerKinds, config: ModelConfig) -> bool:
     """Whether all layers of a model are compiled CPU operations, so that its steps can be recorded on a CPU."""
     has_only_linears = config.experts is None and config.latent is None
-    return layers.compiled and (layers.compiled_experts or has_only_linears)
+    return layers.compiled and (layers.fully_compiled or has_only_linears)
 
 
 def layers_for(

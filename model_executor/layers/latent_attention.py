@@ -48,16 +48,15 @@ class HeadProducts:
 class HeadLayers:
     """`HeadProducts` on a CPU: a linear layer of each head, which packs its weight."""
 
-    def __init__(self, weight: torch.Tensor, linear: Callable[[torch.Tensor], Layer] = Linear) -> None:
-        self._layers = [linear(of_head.t().contiguous()) for of_head in weight]
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._layers = [Linear(of_head.t().contiguous()) for of_head in weight]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         heads = zip(self._layers, x.unbind(1), strict=True)
         return torch.stack([layer(of_head.contiguous()) for layer, of_head in heads], 1)
 
 
-def head_products(weight: torch.Tensor) -> HeadLayers | HeadProducts:
-    """The linear layers of heads in plain torch."""
+def _head_products(weight: torch.Tensor) -> HeadLayers | HeadProducts:
     return HeadLayers(weight) if can_pack(weight) else HeadProducts(weight)
 
 
@@ -74,16 +73,15 @@ class LatentAttention:
         sizes: LatentConfig,
         layers: LatentLayers,
         angles: Callable[[Any], CosSin],
-        products: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]] = head_products,
     ) -> None:
-        """`angles`: makes what `rotate` takes from a rotation of the model. `products`: makes `HeadProducts`."""
+        """`angles`: makes what `rotate` takes from a rotation of the model."""
         self._layer_id = layer_id
         self._backend = backend
         self._sizes = sizes
         self._layers = layers
         self._angles = angles
         to_keys, to_values = layers.kv_b.split((sizes.nope_dim, sizes.value_dim), 1)
-        self._absorb_keys, self._absorb_values = products(to_keys), products(to_values.transpose(1, 2))
+        self._absorb_keys, self._absorb_values = _head_products(to_keys), _head_products(to_values.transpose(1, 2))
 
     def __call__(self, projected: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
         sizes, layers, num_heads = self._sizes, self._layers, self._backend.num_heads

@@ -71,7 +71,7 @@ class QuantizedLayers(CpuLayers):
         """`dtype`: type of the activations."""
         self._dtype = dtype
         # Else torch multiplies what is not quantized: routers, and what makes keys and values from latents.
-        self.compiled_experts = cpu_extension.multiplies(dtype)
+        self.fully_compiled = cpu_extension.multiplies(dtype)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return QuantizedLinear(weight, bias)
@@ -79,7 +79,7 @@ class QuantizedLayers(CpuLayers):
     def latent_attention(
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
-        if not self.compiled_experts:
+        if not self.fully_compiled:
             return super().latent_attention(layer_id, backend, sizes, layers)
         return CpuLatentAttention(layer_id, backend, sizes, layers)
 
@@ -92,7 +92,7 @@ class QuantizedLayers(CpuLayers):
         return CpuLoraGatedLinear(QuantizedGatedLinear(weight, bias, activation), tables)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
-        if not self.compiled_experts:
+        if not self.fully_compiled:
             assert config.gate is None, "check_experts has refused it"
             return super().experts(router, experts, config)
         return CpuExperts(self.router(router), experts, config, router.corrections, rounds_to_integers=True)
@@ -102,7 +102,7 @@ class QuantizedLayers(CpuLayers):
 
     def router(self, router: RouterWeights) -> Layer:
         """A router is not quantized."""
-        if not self.compiled_experts:
+        if not self.fully_compiled:
             return super().router(router)
         return router_of(router, self._dtype)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...srt.model_files.latent_config import LatentConfig
@@ -28,13 +27,13 @@ def latent_linears(latent: LatentConfig, hidden: int, num_heads: int, *, interle
     nope = latent.nope_dim
     query_order = (*range(nope), *(nope + component for component in order))
     queries = Part("self_attn.q_proj", (num_heads * latent.query_dim,), head_order=query_order)
-    stored = Part("self_attn.kv_a_proj_with_mqa", (latent.latent_dim,), 0, latent.key_dim)
-    rotated = stored._replace(shape=(latent.rope_dim,), first_row=latent.latent_dim, head_order=order)
+    latents = Part("self_attn.kv_a_proj_with_mqa", (latent.latent_dim,), 0, latent.key_dim)
+    rotated = latents._replace(shape=(latent.rope_dim,), first_row=latent.latent_dim, head_order=order)
     if latent.query_rank is None:
-        return {"qkv_proj": Linear((queries, stored, rotated), hidden, False, Split.COLUMNS)}
+        return {"qkv_proj": Linear((queries, latents, rotated), hidden, False, Split.COLUMNS)}
     of_queries = Part("self_attn.q_a_proj", (latent.query_rank,))
     return {
-        "qkv_proj": Linear((of_queries, stored, rotated), hidden, False, Split.COLUMNS),
+        "qkv_proj": Linear((of_queries, latents, rotated), hidden, False, Split.COLUMNS),
         "q_b_proj": Linear((queries._replace(name="self_attn.q_b_proj"),), latent.query_rank, False, Split.COLUMNS),
     }
 
@@ -47,14 +46,15 @@ def latent_norms(latent: LatentConfig) -> dict[str, Part]:
     return norms
 
 
-def latent_products(latent: LatentConfig, layer: int, source: str, num_heads: int) -> Iterator[Parameter]:
+def kv_b_proj(latent: LatentConfig, layer: int, source: str, num_heads: int) -> Parameter:
     """What makes the keys and values of each head from a latent: [num_heads, nope_dim + value_dim, latent_dim].
 
-    It has three dimensions, because it is no matrix of a linear layer: it is not quantized and not packed.
+    `source`: what the names of the layer's tensors begin with. It has three dimensions, because it is no matrix of a
+    linear layer: it is not quantized and not packed.
     """
     rows = latent.nope_dim + latent.value_dim
     part = Part(f"{source}self_attn.kv_b_proj.weight", (num_heads * rows, latent.latent_dim))
-    yield Parameter(kv_b_name(layer), (num_heads, rows, latent.latent_dim), (part,), Split.COLUMNS)
+    return Parameter(kv_b_name(layer), (num_heads, rows, latent.latent_dim), (part,), Split.COLUMNS)
 
 
 def kv_b_name(layer: int) -> str:

@@ -16,7 +16,7 @@ import torch
 from ...srt.model_files.experts_config import GGUF_NAMES
 from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
-from .latent_parameters import latent_linears, latent_norms, latent_products
+from .latent_parameters import kv_b_proj, latent_linears, latent_norms
 from .parameter import Parameter, Part, Shard, Split, half_split_order
 
 
@@ -143,7 +143,7 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
             sinks = f"{source}self_attn.sinks"
             yield _whole(sinks_name(index), sinks, (config.num_heads,), Split.COLUMNS)
         if latent is not None:
-            yield from latent_products(latent, index, source, config.num_heads)
+            yield kv_b_proj(latent, index, source, config.num_heads)
         is_sparse = config.is_sparse(index)
         for name, (parts, columns, bias, split) in (linears if is_sparse else linears | dense).items():
             rows = sum(part.shape[0] for part in parts)
