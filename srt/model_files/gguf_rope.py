@@ -14,6 +14,7 @@ from .rope_config import (
     LongRopeScaling,
     QueryScale,
     RopeConfig,
+    number_from_0,
     yarn_attention_factor,
     yarn_scaling,
 )
@@ -22,8 +23,6 @@ from .settings import Settings
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 QUERY_SCALE_KEYS = ("attention.temperature_scale", YARN_LOG_MULTIPLIER)
 """More keys of a family with `has_query_scale`. The second one is `mscale_all_dim` of YaRN, whose `mscale` is 1."""
-_MAX_FACTOR = 1000.0
-"""Most of these keys. Published files have numbers up to 1."""
 GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """The names of the tensors whose values GGUFDivisors has, in its order."""
 
@@ -93,14 +92,6 @@ def _without_query_scale(config: Settings, family: Family, tensors: GGUFDivisors
         truncate=family.default_rope.get("truncate", True),
     )
     return RopeConfig(theta, scaling)
-
-
-def number_from_0(config: Settings, key: str) -> float:
-    """A number of at least 0; 0 if it is absent."""
-    number = config.number(key, 0.0, above=-math.inf)
-    if not 0 <= number <= _MAX_FACTOR:
-        raise config.refusal(key, f"a number from 0 to {_MAX_FACTOR:g}", number)
-    return number
 
 
 def _check_attention_factors(config: Settings, expected: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .gguf_rope import YARN_LOG_MULTIPLIER, number_from_0
-from .rope_config import yarn_attention_factor
+from .gguf_rope import YARN_LOG_MULTIPLIER
+from .rope_config import number_from_0, rope_settings, yarn_attention_factor
 from .settings import Settings
 
 
@@ -54,10 +54,10 @@ def latent_from_hf(config: Settings) -> LatentConfig:
 def latent_scale(config: Settings, latent: LatentConfig) -> float:
     """The factor of scores. With YaRN, `mscale_all_dim` multiplies the usual one."""
     scale = 1 / math.sqrt(latent.query_dim)
-    rope = config.nested("rope_scaling") or config.nested("rope_parameters")
+    rope = rope_settings(config)
     if rope is None or (rope.text("rope_type") or rope.text("type") or "default") == "default":
         return scale
-    factor, mscale = rope.number("factor", 1.0), rope.optional_number("mscale_all_dim") or 0.0
+    factor, mscale = rope.number("factor", 1.0), number_from_0(rope, "mscale_all_dim")
     return scale * math.pow(yarn_attention_factor(factor, mscale), 2)
 
 

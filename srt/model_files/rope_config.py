@@ -15,6 +15,8 @@ from .settings import Settings, quote
 MAX_POSITIONS = 2**31 - 1
 """Most positions of a context, because positions are sent to the device as int32."""
 DEFAULT_THETA = 10000.0
+_MAX_FACTOR = 1000.0
+"""Most of what `number_from_0` reads. Published files have numbers up to 1."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,21 @@ def rope_from_hf(config: Settings, family: Family, context_len: int, head_dim: i
     transformers 5 writes the key `rope_parameters`, older versions `rope_theta` and `rope_scaling`. `context_len`: the
     model's context length. Raises ValueError that names a rope type or key that is unknown, missing or out of range.
     """
-    # As in transformers, an empty object counts as absent. But empty `rope_parameters` do not stand for the default.
-    given = {key: config.nested(key) for key in ("rope_scaling", "rope_parameters") if config.get(key) != {}}
+    # Empty `rope_parameters` do not stand for the default.
     default = family.default_rope if config.get("rope_parameters") is None else {}
-    params = given.get("rope_scaling") or given.get("rope_parameters") or Settings(config.source, default)
+    params = rope_settings(config) or Settings(config.source, default)
     if any(isinstance(value, Mapping) for value in params.unused().values()):
         raise ValueError(f"{config.source}: rope settings differ by layer type, which is not supported")
     return _rope_of(params, config, family, context_len, head_dim)
+
+
+def rope_settings(config: Settings) -> Settings | None:
+    """The settings of config.json that concern all layers; None if it has none.
+
+    As in transformers, an empty object counts as absent.
+    """
+    given = {key: config.nested(key) for key in ("rope_scaling", "rope_parameters") if config.get(key) != {}}
+    return given.get("rope_scaling") or given.get("rope_parameters")
 
 
 def ropes_from_hf(config: Settings, family: Family, context_len: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
@@ -195,8 +205,10 @@ def _rope_of(params: Settings, config: Settings, family: Family, context_len: in
 
 def _stretch(params: Settings, head_dim: int) -> float:
     """What `alpha` multiplies the base by. Published configs have keys of YaRN beside it, which are not read."""
-    for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+    for key in ("beta_fast", "beta_slow"):
         params.optional_number(key)
+    for key in ("mscale", "mscale_all_dim"):
+        number_from_0(params, key)
     if (factor := params.number("factor", 1.0)) != 1:
         raise params.refusal("factor", "1 beside alpha", factor)
     if (alpha := params.number("alpha")) > MAX_POSITIONS:
@@ -282,7 +294,8 @@ def _longrope_attention_factor(factor: float, original_context_len: int) -> floa
 def _yarn(params: Settings, sizes: _Sizes) -> RopeScaling:
     factor = params.number("factor")
     given = params.optional_number("attention_factor")
-    mscale, mscale_all = params.optional_number("mscale"), params.optional_number("mscale_all_dim")
+    # As in transformers, 0 counts as absent.
+    mscale, mscale_all = number_from_0(params, "mscale"), number_from_0(params, "mscale_all_dim")
     if given is None and mscale and mscale_all:
         given = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
     return yarn_scaling(
@@ -312,9 +325,15 @@ def yarn_scaling(
             f"{factor:g} and an original context of {original_context_len}"
         )
     attention_factor = attention_factor or yarn_attention_factor(factor)
-    if not math.isfinite(attention_factor):
-        raise ValueError(f"{source.source}: YaRN's mscale must give a finite factor, got {attention_factor}")
     return YarnScaling(factor, original_context_len, beta_fast, beta_slow, attention_factor, truncate)
+
+
+def number_from_0(config: Settings, key: str) -> float:
+    """A number of at least 0; 0 if it is absent."""
+    number = config.number(key, 0.0, above=-math.inf)
+    if not 0 <= number <= _MAX_FACTOR:
+        raise config.refusal(key, f"a number from 0 to {_MAX_FACTOR:g}", number)
+    return number
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:

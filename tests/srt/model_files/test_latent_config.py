@@ -144,6 +144,29 @@ def test_deepseek_v3(tmp_path: Path) -> None:
     assert (experts.num_groups, experts.groups_per_token) == (8, 4) and experts.has_corrections and experts.normalized
 
 
+def test_youtu(tmp_path: Path) -> None:
+    """The published file has a YaRN that changes nothing."""
+    rope = {"type": "yarn", "factor": 1.0, "mscale_all_dim": 0}
+    keys = {"architectures": ["YoutuForCausalLM"], "model_type": "youtu", "rope_scaling": rope, "rope_theta": 1600000}
+    config = load(tmp_path, V3 | keys)
+    assert config.attention_scale == 1 / math.sqrt(192) and config.experts is None
+    assert isinstance(config.rope.scaling, YarnScaling) and config.rope.scaling.attention_factor == 1.0
+
+
+@pytest.mark.parametrize("mscale_all_dim", [None, 0, 0.0])
+def test_without_mscale_all_dim_yarn_concerns_rotations_only(mscale_all_dim: float | None, tmp_path: Path) -> None:
+    config = load(tmp_path, V3 | {"rope_scaling": V3["rope_scaling"] | {"mscale_all_dim": mscale_all_dim}})
+    assert config.attention_scale == 1 / math.sqrt(192)
+    scaling = config.rope.scaling
+    assert isinstance(scaling, YarnScaling) and math.isclose(scaling.attention_factor, 0.1 * math.log(40) + 1)
+
+
+def test_an_empty_rope_scaling_counts_as_absent(tmp_path: Path) -> None:
+    rope = V3["rope_scaling"]
+    config = load(tmp_path, V3 | {"rope_scaling": {}, "rope_parameters": rope})
+    assert config.attention_scale == load(tmp_path, V3).attention_scale != 1 / math.sqrt(192)
+
+
 def test_glm_flash(tmp_path: Path) -> None:
     config = load(tmp_path, GLM_FLASH)
     assert config.latent == LatentConfig(latent_dim=512, nope_dim=192, rope_dim=64, value_dim=256, query_rank=768)
@@ -229,6 +252,10 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
         ({"kv_lora_rank": 0}, "kv_lora_rank must be an integer from 1"),
         ({"q_lora_rank": "many"}, "q_lora_rank must be an integer from 1"),
         ({"attention_bias": True}, "attention_bias is not supported for DeepseekV3ForCausalLM"),
+        (
+            {"rope_scaling": V3["rope_scaling"] | {"mscale_all_dim": 1e200}},
+            r"rope_scaling.mscale_all_dim must be a number from 0 to 1000, got 1e\+200",
+        ),
     ],
 )
 def test_wrong_keys_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
