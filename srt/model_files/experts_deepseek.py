@@ -60,14 +60,18 @@ def dots_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
 
 def glm_flash_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     """The experts of GLM-4.7-Flash, whose config may name the layers that have them."""
-    experts = _with_sigmoids(config, num_layers, _Defaults(64, 4, 1536, 1, num_dense=1, normalized=True, scale=1.8))
+    defaults = _Defaults(64, 4, 1536, 1, num_dense=1, normalized=True, scale=1.8)
     kinds = config.texts("mlp_layer_types")
-    if kinds is None or experts is None:
-        return experts
+    if kinds is None:
+        return _with_sigmoids(config, num_layers, defaults)
     if len(kinds) != num_layers or not {"dense", "sparse"} >= set(kinds):
         raise config.refusal("mlp_layer_types", f"'dense' or 'sparse' for each of {num_layers} layers", kinds)
     dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
-    return None if len(dense) == num_layers else dataclasses.replace(experts, dense_layers=dense)
+    # These kinds take precedence over the number of dense layers.
+    experts = _with_sigmoids(config.with_values({"first_k_dense_replace": 0}), num_layers, defaults)
+    if experts is None or len(dense) == num_layers:
+        return None
+    return dataclasses.replace(experts, dense_layers=dense)
 
 
 def deepseek_v3_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:

@@ -42,11 +42,12 @@ class LatentConfig(NamedTuple):
 
 def latent_from_hf(config: Settings) -> LatentConfig:
     """Read the sizes from config.json. Raises ValueError that names a key that is missing or out of range."""
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     return LatentConfig(
         latent_dim=config.integer("kv_lora_rank"),
         nope_dim=config.integer("qk_nope_head_dim"),
         rope_dim=config.integer("qk_rope_head_dim"),
-        value_dim=config.integer("v_head_dim"),
+        value_dim=config.integer("v_head_dim", hidden_size // num_heads),
         query_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
     )
 

@@ -82,7 +82,6 @@ LATENT_FAMILIES: dict[str, Family] = {
             "kv_lora_rank": 256,
             "qk_nope_head_dim": 64,
             "qk_rope_head_dim": 32,
-            "v_head_dim": 64,
             "scale_emb": 12,
             "scale_depth": 1.4,
             "dim_model_base": 256,

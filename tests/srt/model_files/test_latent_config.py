@@ -195,6 +195,11 @@ def test_glm_flash_names_the_layers_with_experts(types: list[str], fits: bool, t
     assert [config.is_sparse(layer) for layer in range(47)] == [kind == "sparse" for kind in types]
 
 
+def test_the_named_layers_take_precedence_over_the_number_of_dense_ones(tmp_path: Path) -> None:
+    kinds = {"mlp_layer_types": ["dense"] + ["sparse"] * 46}
+    assert load(tmp_path, GLM_FLASH | kinds | {"first_k_dense_replace": 47}) == load(tmp_path, GLM_FLASH)
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"])
 def test_defaults_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     bare = {
@@ -207,8 +212,6 @@ def test_defaults_are_those_of_transformers(model_type: str, tmp_path: Path) -> 
         "max_position_embeddings": 128,
         "vocab_size": 300000,
     }
-    if model_type == "minicpm3":
-        bare["hidden_size"] = 256  # the value of a head has hidden_size / num_attention_heads components
     config, theirs = load(tmp_path, bare), AutoConfig.for_model(**bare)
     latent = config.latent
     assert latent is not None
