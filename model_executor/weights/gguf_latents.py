@@ -34,7 +34,10 @@ class GGUFLatents:
         return self._checkpoint.dtype(f"{self._divided[name]}v_b_proj.weight" if name in self._divided else name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._joined(name).shape) if name in self._divided else self._checkpoint.shape(name)
+        if name not in self._divided:
+            return self._checkpoint.shape(name)
+        sizes = self._latent
+        return (self._num_heads(name) * (sizes.nope_dim + sizes.value_dim), sizes.latent_dim)
 
     def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
         if name not in self._divided:
@@ -42,21 +45,26 @@ class GGUFLatents:
         joined = self._joined(name)
         return joined if region is None else joined[region]
 
-    def _joined(self, name: str) -> torch.Tensor:
+    def _num_heads(self, name: str) -> int:
         """Raises ValueError if the tensors have other shapes than the config implies."""
         sizes, prefix = self._latent, self._divided[name]
-        stored = []
+        heads = []
         for part, rows, columns in (("k", sizes.latent_dim, sizes.nope_dim), ("v", sizes.value_dim, sizes.latent_dim)):
-            tensor = self._checkpoint.tensor(f"{prefix}{part}_b_proj.weight")
-            if tensor.shape[1] != columns or len(tensor) % rows:
+            shape = self._checkpoint.shape(f"{prefix}{part}_b_proj.weight")
+            if shape[1:] != (columns,) or shape[0] % rows:
                 raise ValueError(
-                    f"tensor '{prefix}{part}_b_proj.weight' has shape {tuple(tensor.shape)}, the config implies "
-                    f"{columns} columns and {rows} rows for each head"
+                    f"tensor '{prefix}{part}_b_proj.weight' has shape {shape}, the config implies {columns} columns "
+                    f"and {rows} rows for each head"
                 )
-            stored.append(tensor.unflatten(0, (-1, rows)))
-        keys, values = stored
-        if len(keys) != len(values):
-            raise ValueError(f"{prefix}k_b_proj has {len(keys)} heads, but v_b_proj has {len(values)}")
+            heads.append(shape[0] // rows)
+        if heads[0] != heads[1]:
+            raise ValueError(f"{prefix}k_b_proj has {heads[0]} heads, but v_b_proj has {heads[1]}")
+        return heads[0]
+
+    def _joined(self, name: str) -> torch.Tensor:
+        num_heads, prefix = self._num_heads(name), self._divided[name]
+        tensors = (self._checkpoint.tensor(f"{prefix}{part}_b_proj.weight") for part in "kv")
+        keys, values = (tensor.unflatten(0, (num_heads, -1)) for tensor in tensors)
         return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
 
     def has_form(self, name: str, form: str) -> bool:

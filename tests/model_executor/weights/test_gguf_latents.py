@@ -45,6 +45,7 @@ def test_both_forms_have_the_same_parameters(kind, tmp_path):
     [
         ({"drop_v": True}, "tensors missing: model.layers.0.self_attn.v_b_proj.weight"),
         ({"columns": 5}, "k_b_proj.weight' has shape .* the config implies 24 columns and 64 rows for each head"),
+        ({"is_vector": True}, r"k_b_proj.weight' has shape \(5,\), the config implies 24 columns"),
         ({"heads": 3}, "k_b_proj has 4 heads, but v_b_proj has 3"),
     ],
 )
@@ -54,6 +55,8 @@ def test_wrong_tensors_are_refused(change, message, tmp_path):
     beside = {}
     if "columns" in change:
         beside[f"{prefix}k_b.weight"] = np.zeros((4, 64, 5), np.float32)
+    if "is_vector" in change:
+        beside[f"{prefix}k_b.weight"] = np.zeros(5, np.float32)
     if "heads" in change:
         beside[f"{prefix}v_b.weight"] = np.zeros((3, 40, 64), np.float32)
     without = [f"{prefix}v_b.weight"] if "drop_v" in change else []
