@@ -32,7 +32,8 @@ class LatentLayers(NamedTuple):
     query_proj: Layer | None
     """from the latents of queries to queries"""
     kv_b: torch.Tensor
-    """what makes the keys and values of each head from a latent, [num_heads, nope_dim + value_dim, latent_dim]"""
+    """What makes the keys and values of each head from a latent, [num_heads, nope_dim + value_dim, latent_dim]. Layers
+    that pack it do not keep it."""
 
 
 class HeadProducts:
@@ -78,22 +79,22 @@ class LatentAttention:
         self._layer_id = layer_id
         self._backend = backend
         self._sizes = sizes
-        self._layers = layers
+        self._kv_norm, self._query_norm, self._query_proj = layers.kv_norm, layers.query_norm, layers.query_proj
         self._angles = angles
         to_keys, to_values = layers.kv_b.split((sizes.nope_dim, sizes.value_dim), 1)
         self._absorb_keys, self._absorb_values = _head_products(to_keys), _head_products(to_values.transpose(1, 2))
 
     def __call__(self, projected: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
-        sizes, layers, num_heads = self._sizes, self._layers, self._backend.num_heads
+        sizes, num_heads = self._sizes, self._backend.num_heads
         num_tokens, key_dim, latent_dim = len(projected), sizes.key_dim, sizes.latent_dim
         queries, latents, rotated = projected.split((projected.shape[1] - key_dim, latent_dim, sizes.rope_dim), 1)
-        if layers.query_proj is not None:
-            assert layers.query_norm is not None
-            queries = layers.query_proj(layers.query_norm(queries.contiguous()), batch)
+        if self._query_proj is not None:
+            assert self._query_norm is not None
+            queries = self._query_proj(self._query_norm(queries.contiguous()), batch)
         queries = queries.view(num_tokens, num_heads, sizes.query_dim)
         cos_sin = self._angles(rotation)
         k = projected.new_empty(num_tokens, 1, key_dim)
-        k[:, 0, :latent_dim] = layers.kv_norm(latents.contiguous())
+        k[:, 0, :latent_dim] = self._kv_norm(latents.contiguous())
         k[..., latent_dim:] = rotate(rotated[:, None], cos_sin)
         q = projected.new_empty(num_tokens, num_heads, key_dim)
         q[..., :latent_dim] = self._absorb_keys(queries[..., : sizes.nope_dim])
