@@ -96,15 +96,26 @@ def equal_cost_depth(config: ModelConfig) -> float:
     The weights are those of the layers: of experts, those that a token computes. Routers, and sliding windows, which
     make attention cheaper, do not count.
     """
-    heads = config.num_heads * config.head_dim
-    projections = config.hidden_size * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
     width = float(config.intermediate_size)
     if (experts := config.experts) is not None:
         share = len(experts.dense_layers) / config.num_layers
         shared_width = 0 if experts.shared is None else experts.shared.intermediate_size
         width_of_token = experts.num_experts_per_token * experts.intermediate_size + shared_width
         width = share * width + (1 - share) * width_of_token
-    return (projections + 3 * config.hidden_size * width) / (2 * heads)
+    # The products of a query with a key, and of a weight with a value.
+    of_pair = config.num_heads * (config.head_dim + (config.latent_dim or config.head_dim))
+    return (_projections(config) + 3 * config.hidden_size * width) / of_pair
+
+
+def _projections(config: ModelConfig) -> int:
+    """The multiplications of a token with the weights of attention in a layer."""
+    hidden_size, num_heads, latent = config.hidden_size, config.num_heads, config.latent
+    if latent is None:
+        return hidden_size * 2 * (num_heads + config.num_kv_heads) * config.head_dim
+    queries = num_heads * latent.query_dim
+    of_latents = num_heads * latent.latent_dim * (latent.nope_dim + latent.value_dim)
+    first, second = (queries, 0) if latent.query_rank is None else (latent.query_rank, latent.query_rank * queries)
+    return hidden_size * (first + latent.key_dim + num_heads * latent.value_dim) + second + of_latents
 
 
 def get_evict_policy(name: str) -> EvictPolicy:

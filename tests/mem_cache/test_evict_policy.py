@@ -6,6 +6,7 @@ import pytest
 
 from tercet.mem_cache.evict_policy import EVICT_POLICIES, MAX_EXTRA_COST, Value, equal_cost_depth, get_evict_policy
 from tercet.srt.model_files.experts_config import ExpertsConfig, SharedExpert
+from tercet.srt.model_files.latent_config import LatentConfig
 from tercet.srt.model_files.model_config import ModelConfig
 
 
@@ -84,3 +85,22 @@ def test_only_the_experts_of_a_token_count_in_the_cost_of_its_weights() -> None:
     assert equal_cost_depth(mixed) == (8 * 24 + 3 * 8 * (100 + 3 * 12) / 4) / 16
     shared = replace(mixed, experts=replace(mixed.experts, shared=SharedExpert(5, has_gate=True)))
     assert equal_cost_depth(shared) == (8 * 24 + 3 * 8 * (100 + 3 * (12 + 5)) / 4) / 16
+
+
+@pytest.mark.parametrize(("query_rank", "of_queries"), [(None, 8 * 2 * 7), (3, 3 * (8 + 2 * 7))])
+def test_latent_attention_costs_what_its_own_products_do(query_rank: int | None, of_queries: int) -> None:
+    latent = LatentConfig(latent_dim=10, nope_dim=5, rope_dim=2, value_dim=6, query_rank=query_rank)
+    config = ModelConfig(
+        architecture="YoutuForCausalLM",
+        hidden_size=8,
+        intermediate_size=20,
+        num_layers=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=12,
+        latent=latent,
+        vocab_size=9,
+        context_len=9,
+    )
+    projections = of_queries + 8 * 12 + 2 * 10 * (5 + 6) + 2 * 6 * 8
+    assert equal_cost_depth(config) == (projections + 3 * 8 * 20) / (2 * (12 + 10))
