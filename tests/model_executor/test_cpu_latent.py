@@ -247,5 +247,23 @@ def test_a_layer_of_latent_attention_is_recorded(dtype):
     graph.finish()
     for count in (room, 2):
         keys.copy_(projected[:, 0])
+        out.fill_(7)
         graph.run(count, count, count)
-        assert torch.equal(out[:count], step(projected[:count, 0].clone(), make_pool()))
+        assert torch.equal(out[:count], step(projected[:count, 0].clone(), make_pool())) and (out[count:] == 7).all()
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
+@pytest.mark.parametrize("n", [20, 33, 64])
+def test_what_is_behind_a_result_stays_as_it_is(dtype, weight_dtype, n):
+    """The room of a head, whose queries another operation writes, and rows that a smaller step does not have."""
+    rows, heads, room, k = 30, 3, 5, 64
+    x, weight = torch.randn(rows, heads, k).to(dtype), torch.randn(heads, n, k).to(weight_dtype)
+    packed, graph = packed_heads(weight), torch.classes.tercet_cpu.Graph()
+    graph.record(rows, 1, 1)
+    out = ops.head_linear(x, packed, n, room)
+    graph.finish()
+    for count in (1, 7, rows):
+        out.fill_(7)
+        graph.run(count, 1, 1)
+        assert torch.equal(out[:count, :, :n], ops.head_linear(x[:count], packed, n))
+        assert (out[:, :, n:] == 7).all() and (out[count:] == 7).all()
