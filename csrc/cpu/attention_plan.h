@@ -21,7 +21,8 @@ constexpr int64_t kTilesPerSplit = kSplit / kTile;
 static_assert(kSplit % kTile == 0 && kTile % kPanel == 0);
 /// Most query rows that share one pass over keys and values. A token has as many rows for a KV head as query heads use it.
 constexpr int64_t kQueryRows = 96;
-/// Most numbers of these rows: of queries, and of the results of a split and of all splits. They stay in the L2 cache.
+/// Most numbers of these rows together, which stay in the L2 cache. A row has a query, the result of the split that is
+/// computed, and the merged result of the splits before it.
 constexpr int64_t kRowNumbers = 80 * 1024;
 /// Fewest rows of a task that has only some query heads of a group.
 constexpr int64_t kFewestRows = 16;

@@ -91,7 +91,8 @@ struct ExpertTensors {
     const int64_t size = num_experts / groups;
     TORCH_CHECK(per_token <= kept * size, kept, " groups of ", size, " experts have fewer than ", per_token);
     TORCH_CHECK(
-        groups == 1 || size > 1 || !arguments.corrections, "with corrections a group must have 2 experts, got 1");
+        groups == 1 || size > 1 || !arguments.corrections,
+        "with corrections a group must have at least 2 experts, got 1");
   }
 
   Routing routing() const {

@@ -1,7 +1,7 @@
 // Tiles of keys and values: where their slots are in the pools, and their panels, which attention multiplies.
 //
 // A pool in panels (kv_panels.h) is multiplied from where it is. From a plain pool [slots, kv_heads, head_dim] the keys
-// and values of a tile are packed into panels first. The values of latent attention are then views of its keys.
+// and values of a tile are packed into panels first. In a plain pool, the values of latent attention are views of keys.
 #pragma once
 
 #include <vector>

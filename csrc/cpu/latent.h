@@ -1,9 +1,8 @@
-// Latent attention (MLA, arXiv 2405.04434): what a token stores, and the linear layers of each head.
+// Latent attention (MLA, arXiv 2405.04434): the rotation of queries, and what a token stores.
 //
 // A token has one key for all query heads: its latent, normalised, then a part that is rotated. Its value is the latent.
 #pragma once
 
-#include "linear.h"
 #include "rotary.h"
 
 namespace tercet {

@@ -328,7 +328,9 @@ inline Tensor quantized_linear_argmax_op(
 
 inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, const Tensor& weight, double eps) {
   const int64_t rows = x.size(0), n = x.size(1), stride = x.stride(0);
-  TORCH_CHECK(x.device().is_cpu() && x.stride(1) == 1, "rows of x must be contiguous and on the CPU");
+  TORCH_CHECK(
+      x.dim() == 2 && x.device().is_cpu() && x.stride(1) == 1,
+      "x must be a matrix on the CPU whose rows are contiguous, got shape ", x.sizes());
   if (residual) check(*residual, "residual", x.scalar_type(), {rows, n});
   check(weight, "weight", at::kFloat, {n});
   const auto out = empty_result({rows, n}, x.options());

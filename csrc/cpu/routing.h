@@ -88,7 +88,7 @@ class GroupChoice {
   ExpertGroups operator()(const NumberOf& number_of) {
     const auto kept = static_cast<int64_t>(numbers_.size());
     if (num_groups_ > 1) {
-      const int32_t zero = 0;
+      const int32_t zero = 0;  // the groups take the place of the experts of a group 0 that has all of them
       largest_experts({&zero, 1, num_groups_}, kept, numbers_.data(), scores_.data(), [&](int64_t group) {
         const auto number = static_cast<int32_t>(group);
         int32_t experts[2];

@@ -95,7 +95,7 @@ def test_a_row_of_nan_changes_no_other_row(corrected: bool) -> None:
         (Groups(4, 0, 3), 1, "a token must have 1 to 4 groups, got 0"),
         (Groups(4, 5, 3), 1, "a token must have 1 to 4 groups, got 5"),
         (Groups(4, 2, 3), 7, "2 groups of 3 experts have fewer than 7"),
-        (Groups(12, 3, 1), 1, "with corrections a group must have 2 experts, got 1"),
+        (Groups(12, 3, 1), 1, "with corrections a group must have at least 2 experts, got 1"),
     ],
 )
 def test_groups_that_are_refused(groups: Groups, per_token: int, message: str) -> None:

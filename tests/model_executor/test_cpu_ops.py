@@ -245,6 +245,8 @@ def test_wrong_shapes_are_refused():
             ops.linear(bad_x, bad_packed, None, n)
     with pytest.raises(RuntimeError, match="must have"):
         ops.rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
+    with pytest.raises(RuntimeError, match=r"x must be a matrix .* whose rows are contiguous"):
+        ops.rms_norm(torch.randn(3, 5, 64).transpose(1, 2), None, torch.ones(64), 1e-5)
     with pytest.raises(RuntimeError, match="residual must have"):
         ops.add_rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
     with pytest.raises(RuntimeError, match=r"gates must have shape \[3, 1\]"):
