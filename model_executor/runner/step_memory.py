@@ -73,7 +73,10 @@ def activation_bytes(
         feed_forward = max(feed_forward, experts, _shared_expert_bytes(config, dtype, compiled=compiled))
     # Norms of outputs have weights of float32, so torch converts what they normalise.
     in_a_norm = 0 if compiled else (3 if config.output_norms else 2) * hidden * _FLOAT_BYTES
-    widest = max(hidden, q_size, *config.feed_forward_widths)
+    longest_latent = 0 if latent is None else max(latent.latent_dim, latent.query_rank or 0)
+    if not compiled:  # of latents, torch also keeps the input of the norm while it makes the output
+        in_a_norm = max(in_a_norm, 3 * longest_latent * _FLOAT_BYTES)
+    widest = max(hidden, longest_latent, q_size, config.num_heads * config.value_dim, *config.feed_forward_widths)
     if compiled and config.experts is not None:  # their input and the products of gate and up exist together
         widest = max(widest, hidden + config.experts.num_experts_per_token * config.experts.intermediate_size)
     scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else widest * _FLOAT_BYTES if widened else 0

@@ -29,6 +29,7 @@ from tercet.model_executor.runner import load, step_memory
 from tercet.model_executor.runner.step_memory import activation_bytes, bytes_in_steps, gather_bytes, saved_split_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig, SharedExpert
+from tercet.srt.model_files.latent_config import LatentConfig
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
 EXPERTS = ExpertsConfig(num_experts=64, num_experts_per_token=8, intermediate_size=32, normalized=True)
@@ -40,6 +41,16 @@ GEMMA = {
     "qk_norm": "heads",
     "layer_ropes": (CONFIG.rope, replace(CONFIG.rope, theta=500.0)),
 }
+LATENT = LatentConfig(latent_dim=128, nope_dim=32, rope_dim=32, value_dim=64, query_rank=96)
+
+
+def with_latent(latent, num_heads):
+    return {
+        "architecture": "YoutuForCausalLM", "latent": latent, "num_heads": num_heads, "num_kv_heads": 1,
+        "head_dim": latent.key_dim, "qk_norm": None, "sliding_windows": (),
+    }  # fmt: skip
+
+
 OLMO = {"input_norms": False, "output_norms": True, "qk_norm": "rows"}
 SHAPES = {
     "usual": {},
@@ -56,6 +67,10 @@ SHAPES = {
     "experts with a float32 router": {"experts": replace(EXPERTS, has_corrections=True, float32_router=True)},
     "shared expert": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=True))},
     "shared expert without a gate": {"experts": replace(EXPERTS, shared=SharedExpert(512, has_gate=False))},
+    "latents": with_latent(LATENT, 8),
+    "latents without those of queries": with_latent(LATENT._replace(query_rank=None), 8),
+    "latents of wide queries": with_latent(LATENT._replace(query_rank=4096), 1),
+    "short latents": with_latent(LatentConfig(32, 224, 32, 256), 8),
     "gemma": GEMMA,
     "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
     "olmo": OLMO,
