@@ -147,6 +147,7 @@ def read_quantization_config(
 def _deepseek(given: Settings) -> Fp8Config:
     _expect(given, "activation_scheme", "dynamic")
     _expect(given, "fmt", "e4m3")
+    _expect(given, "scale_fmt", "ue8m0")  # DeepSeek-V3.1: how inputs may be scaled; the scales of weights are stored
     return Fp8Config(_is_block(given, "weight_block_size"), _names(given, "modules_to_not_convert", "ignored_layers"))
 
 

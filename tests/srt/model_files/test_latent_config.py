@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from tercet.srt.model_files.latent_config import LatentConfig
 from tercet.srt.model_files.load_config import load_model_config
+from tercet.srt.model_files.quantization_config import Fp8Config
 from tercet.srt.model_files.rope_config import LongRopeScaling, YarnScaling
 
 DEEPSEEK = LatentConfig(latent_dim=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
@@ -165,6 +166,18 @@ def test_an_empty_rope_scaling_counts_as_absent(tmp_path: Path) -> None:
     rope = V3["rope_scaling"]
     config = load(tmp_path, V3 | {"rope_scaling": {}, "rope_parameters": rope})
     assert config.attention_scale == load(tmp_path, V3).attention_scale != 1 / math.sqrt(192)
+
+
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0", "other"])
+def test_deepseek_v3_in_fp8(scale_fmt: str | None, tmp_path: Path) -> None:
+    """DeepSeek-V3.1 names the format of scales."""
+    fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    keys = {"quantization_config": fp8 | ({} if scale_fmt is None else {"scale_fmt": scale_fmt})}
+    if scale_fmt == "other":
+        with pytest.raises(ValueError, match="scale_fmt must be 'ue8m0', got 'other'"):
+            load(tmp_path, V3 | keys)
+    else:
+        assert load(tmp_path, V3 | keys).quantization == Fp8Config(True, ())
 
 
 def test_glm_flash(tmp_path: Path) -> None:
