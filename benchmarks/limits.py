@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..model_executor.models.family import family_of
 from ..model_executor.models.parameters import is_expert
+from ..model_executor.runner.kv_pool import kv_bytes_per_token
 from ..model_executor.runner.settings import RunnerSettings
 from ..model_executor.weights.quantization import parameter_bytes
 from ..srt.model_files.model_config import ModelConfig
@@ -81,13 +82,14 @@ class ModelCost:
 
     @classmethod
     def of_runner(cls, config: ModelConfig, settings: RunnerSettings) -> ModelCost:
-        return cls.of(
+        cost = cls.of(
             config,
             settings.dtype.itemsize,
             kv_dtype_bytes=settings.kv_dtype.itemsize,
             matrix_bytes=settings.weight_dtype.itemsize,
             forms=settings.weight_forms,
         )
+        return replace(cost, kv_bytes_per_token=kv_bytes_per_token(settings, config))  # panels store more
 
     def read_bytes(self, num_tokens: int) -> int:
         """Bytes of weights that a sampling step of so many tokens reads."""

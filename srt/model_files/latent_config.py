@@ -46,10 +46,16 @@ def latent_from_hf(config: Settings) -> LatentConfig:
     return LatentConfig(
         latent_dim=config.integer("kv_lora_rank"),
         nope_dim=config.integer("qk_nope_head_dim"),
-        rope_dim=config.integer("qk_rope_head_dim"),
+        rope_dim=_even(config, "qk_rope_head_dim"),
         value_dim=config.integer("v_head_dim", hidden_size // num_heads),
         query_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
     )
+
+
+def _even(config: Settings, key: str) -> int:
+    if (number := config.integer(key)) % 2:
+        raise config.refusal(key, "even for rotary embedding", number)
+    return number
 
 
 def latent_scale(config: Settings, latent: LatentConfig) -> float:
@@ -75,7 +81,7 @@ def latent_from_gguf(config: Settings) -> LatentConfig:
     In older files `key_length` and `value_length` are the sizes of a head. In newer ones they are those of what is
     stored for a token, and the sizes of a head have keys of their own.
     """
-    latent_dim, rope_dim = config.integer("attention.kv_lora_rank"), config.integer("rope.dimension_count")
+    latent_dim, rope_dim = config.integer("attention.kv_lora_rank"), _even(config, "rope.dimension_count")
     ending = "_mla" if "attention.key_length_mla" in config else ""
     if ending:
         for key, expected in (("key_length", latent_dim + rope_dim), ("value_length", latent_dim)):

@@ -139,11 +139,7 @@ class ModelConfig:
                 f"{experts.num_experts_per_token}"
             )
         if self.latent is not None:
-            assert (self.num_kv_heads, self.head_dim) == (1, self.latent.key_dim)
-            if self.latent.rope_dim % 2:
-                raise ValueError(
-                    f"{where}the rotated components of latent attention must be even, got {self.latent.rope_dim}"
-                )
+            assert (self.num_kv_heads, self.head_dim) == (1, self.latent.key_dim) and self.latent.rope_dim % 2 == 0
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{where}num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"

@@ -264,7 +264,7 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"rope_interleave": False}, "rope_interleave must be true, got False"),
-        ({"qk_rope_head_dim": 63}, "the rotated components of latent attention must be even, got 63"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even for rotary embedding, got 63"),
         ({"kv_lora_rank": 0}, "kv_lora_rank must be an integer from 1"),
         ({"q_lora_rank": "many"}, "q_lora_rank must be an integer from 1"),
         ({"attention_bias": True}, "attention_bias is not supported for DeepseekV3ForCausalLM"),
@@ -310,6 +310,7 @@ def test_the_experts_of_a_gguf_file(name: str, says_it: bool, tmp_path: Path) ->
     [
         ({"attention.key_length": 97}, "attention.key_length must be 96 beside attention.key_length_mla, got 97"),
         ({"attention.value_length": 65}, "attention.value_length must be 64 beside attention.value_length_mla, got 65"),
+        ({"rope.dimension_count": 31}, "rope.dimension_count must be even for rotary embedding, got 31"),
         ({"attention.key_length_mla": 32}, "attention.key_length_mla must be an integer from 33"),
     ],
 )
