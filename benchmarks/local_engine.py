@@ -230,7 +230,8 @@ class DirectBatch:
         kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=dtype)
         numbers = torch.Generator(where.device).manual_seed(_SEED)
         for layer in range(config.num_layers):
-            pool.set_kv(layer, where, *kv.normal_(generator=numbers))
+            k, v = kv.normal_(generator=numbers)
+            pool.set_kv(layer, where, k, v if config.latent_dim is None else k[..., : config.latent_dim])
 
     def _first_step(self, context_len: int) -> StepInputs:
         """The step of the context's last token. It also sends the new rows and the slot table to the runner."""

@@ -9,6 +9,7 @@ import torch
 from bench_models import tiny_flags
 from runner_driver import RunnerDriver
 from runners import make_runner
+from tiny_latent_configs import LATENT_CONFIGS
 
 from tercet.benchmarks.local_engine import DirectBatch, TimedEngine
 from tercet.srt.server_args import ServerArgs
@@ -26,6 +27,19 @@ def make_engine(folder: Path, **settings: Any) -> TimedEngine:
             **{**defaults, **settings},
         )
     )
+
+
+@pytest.mark.parametrize("page_size", [1, 32])
+def test_a_direct_batch_fills_the_pool_of_latent_attention(page_size: int, tmp_path: Path) -> None:
+    """Values are parts of keys, whether the pool stores them or not."""
+    LATENT_CONFIGS["youtu"]().save_pretrained(tmp_path)
+    settings = {"model_path": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu"}
+    made = TimedEngine(ServerArgs(**settings, max_total_tokens=512, max_running_requests=4, page_size=page_size))
+    with DirectBatch.of(made, 2, 20, 3) as batch:
+        assert batch.decode(3) > 0
+        pool = made.runner.kv_pool
+        k, v = pool.get_kv(0, torch.from_numpy(batch._table[batch.rows[0], :19].astype(np.int64)))
+        assert k.any() and torch.equal(v, k[..., :64])
 
 
 @pytest.fixture
