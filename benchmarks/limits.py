@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..model_executor.models.family import family_of
 from ..model_executor.models.parameters import is_expert
@@ -48,7 +48,7 @@ class ModelCost:
         config: ModelConfig,
         dtype_bytes: int,
         *,
-        kv_dtype_bytes: int,
+        kv_bytes_per_token: int,
         matrix_bytes: int,
         forms: Mapping[str, str],
     ) -> ModelCost:
@@ -67,12 +67,11 @@ class ModelCost:
             in_layers += in_experts * config.experts.num_experts_per_token // config.experts.num_experts
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]
-        stored_dim = 2 * config.head_dim if config.latent is None else config.latent.key_dim
         # The products of a query with a key, and of a weight with a value.
-        pair_dim = 2 * config.head_dim if config.latent is None else config.latent.key_dim + config.latent.latent_dim
+        pair_dim = config.head_dim + config.attended_dim
         return cls(
             weight_bytes=sum(num_bytes.values()),
-            kv_bytes_per_token=config.num_layers * config.num_kv_heads * stored_dim * kv_dtype_bytes,
+            kv_bytes_per_token=kv_bytes_per_token,
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),
             attention_flops_per_pair=2 * config.num_layers * config.num_heads * pair_dim,
@@ -82,14 +81,13 @@ class ModelCost:
 
     @classmethod
     def of_runner(cls, config: ModelConfig, settings: RunnerSettings) -> ModelCost:
-        cost = cls.of(
+        return cls.of(
             config,
             settings.dtype.itemsize,
-            kv_dtype_bytes=settings.kv_dtype.itemsize,
+            kv_bytes_per_token=kv_bytes_per_token(settings, config),
             matrix_bytes=settings.weight_dtype.itemsize,
             forms=settings.weight_forms,
         )
-        return replace(cost, kv_bytes_per_token=kv_bytes_per_token(settings, config))  # panels store more
 
     def read_bytes(self, num_tokens: int) -> int:
         """Bytes of weights that a sampling step of so many tokens reads."""

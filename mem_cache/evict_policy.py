@@ -103,7 +103,7 @@ def equal_cost_depth(config: ModelConfig) -> float:
         width_of_token = experts.num_experts_per_token * experts.intermediate_size + shared_width
         width = share * width + (1 - share) * width_of_token
     # The products of a query with a key, and of a weight with a value.
-    of_pair = config.num_heads * (config.head_dim + (config.latent_dim or config.head_dim))
+    of_pair = config.num_heads * (config.head_dim + config.attended_dim)
     return (_projections(config) + 3 * config.hidden_size * width) / of_pair
 
 

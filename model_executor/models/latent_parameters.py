@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ...srt.model_files.latent_config import LatentConfig
-from .parameter import Parameter, Part, Split, half_split_order
+from .parameter import LinearParts, Parameter, Part, Split, half_split_order
 
 
-class Linear(NamedTuple):
-    """A linear layer: its checkpoint tensors without their columns, the columns, and how ranks divide it."""
-
-    parts: tuple[Part, ...]
-    columns: int
-    has_bias: bool
-    split: Split
-
-
-def latent_linears(latent: LatentConfig, hidden: int, num_heads: int, *, interleaved: bool) -> dict[str, Linear]:
+def latent_linears(latent: LatentConfig, hidden: int, num_heads: int, *, interleaved: bool) -> dict[str, LinearParts]:
     """The linear layers before attention, by name.
 
     The first one makes queries, or their latents, then the latents of keys and values, then the rotated components of
@@ -30,11 +19,13 @@ def latent_linears(latent: LatentConfig, hidden: int, num_heads: int, *, interle
     latents = Part("self_attn.kv_a_proj_with_mqa", (latent.latent_dim,), 0, latent.key_dim)
     rotated = latents._replace(shape=(latent.rope_dim,), first_row=latent.latent_dim, head_order=order)
     if latent.query_rank is None:
-        return {"qkv_proj": Linear((queries, latents, rotated), hidden, False, Split.COLUMNS)}
+        return {"qkv_proj": LinearParts((queries, latents, rotated), hidden, False, Split.COLUMNS)}
     of_queries = Part("self_attn.q_a_proj", (latent.query_rank,))
     return {
-        "qkv_proj": Linear((of_queries, latents, rotated), hidden, False, Split.COLUMNS),
-        "q_b_proj": Linear((queries._replace(name="self_attn.q_b_proj"),), latent.query_rank, False, Split.COLUMNS),
+        "qkv_proj": LinearParts((of_queries, latents, rotated), hidden, False, Split.COLUMNS),
+        "q_b_proj": LinearParts(
+            (queries._replace(name="self_attn.q_b_proj"),), latent.query_rank, False, Split.COLUMNS
+        ),
     }
 
 

@@ -73,6 +73,17 @@ class Part(NamedTuple):
         return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
 
 
+class LinearParts(NamedTuple):
+    """What a linear layer of the model is made from."""
+
+    parts: tuple[Part, ...]
+    """the checkpoint tensors, without their columns and without what their names begin and end with"""
+    columns: int
+    has_bias: bool
+    split: Split
+    """how ranks divide each of the parts"""
+
+
 class Parameter(NamedTuple):
     """A tensor of the model: checkpoint tensors stacked along the first dimension, so that one product serves all."""
 

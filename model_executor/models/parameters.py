@@ -17,7 +17,7 @@ from ...srt.model_files.experts_config import GGUF_NAMES
 from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
 from .latent_parameters import kv_b_proj, latent_linears, latent_norms
-from .parameter import Parameter, Part, Shard, Split, half_split_order
+from .parameter import LinearParts, Parameter, Part, Shard, Split, half_split_order
 
 
 class ParameterDtypes(NamedTuple):
@@ -84,7 +84,6 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     family, hidden, head_dim = FAMILIES[config.architecture], config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     inter = config.intermediate_size
-    # The parts have their rows here, and their columns in `layer`.
     q = Part("self_attn.q_proj", (q_size,))
     k, v = Part("self_attn.k_proj", (kv_size,)), Part("self_attn.v_proj", (kv_size,))
     gate, up = Part("mlp.gate_proj", (inter,)), Part("mlp.up_proj", (inter,))
@@ -95,19 +94,18 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     if config.rope.rotary_dim is not None or family.interleaved_rotary:
         order = half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
         q, k = q._replace(head_order=order), k._replace(head_order=order)
-    # name: (checkpoint rows, columns, whether it has a bias, how it is split)
     attended = config.num_heads * config.value_dim
     linears = {
-        "qkv_proj": ((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
-        "o_proj": ((Part("self_attn.o_proj", (hidden,)),), attended, config.o_bias, Split.ROWS),
+        "qkv_proj": LinearParts((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
+        "o_proj": LinearParts((Part("self_attn.o_proj", (hidden,)),), attended, config.o_bias, Split.ROWS),
     }
     latent = config.latent
     if latent is not None:
         linears |= latent_linears(latent, hidden, config.num_heads, interleaved=family.interleaved_rotary)
     inner = {"gate_up_proj": (gate, up)} if config.has_gates else {"up_proj": (up,)}
     dense = {
-        **{name: (parts, hidden, config.mlp_bias, Split.COLUMNS) for name, parts in inner.items()},
-        "down_proj": ((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
+        **{name: LinearParts(parts, hidden, config.mlp_bias, Split.COLUMNS) for name, parts in inner.items()},
+        "down_proj": LinearParts((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
     }
     norm = Part("", (hidden,), offset=config.norm_offset)
     norms: dict[str, Part] = {}
@@ -130,7 +128,6 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
         for name, stored, size in zip(("q_norm", "k_norm"), family.qk_norm_names, sizes, strict=True):
             norms[name] = norm._replace(name=f"self_attn.{stored}", shape=(size,), head_order=q.head_order)
-
     if latent is not None:
         norms |= latent_norms(latent)
 

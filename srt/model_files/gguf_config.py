@@ -197,12 +197,13 @@ def _architecture(config: Settings, arch: str) -> str:
 def _experts(config: Settings, family: Family, tensors: Collection[str], num_layers: int) -> ExpertsConfig | None:
     if family.experts is None:
         return None
-    if family.has_latents and not config.integer("expert_count", 0, minimum=0):
-        return None
-    if family.gguf_experts is not None:
-        # As in llama.cpp for GLM-4.7-Flash, whose first files do not say it: only sigmoids have corrections.
+    if family.has_latents:
+        if not config.integer("expert_count", 0, minimum=0):
+            return None
+        # As in llama.cpp for GLM-4.7-Flash, whose first files do not name the function: only sigmoids have corrections.
         if any(name.endswith(".exp_probs_b.bias") for name in tensors):
             config = config.with_defaults({"expert_gating_func": SIGMOID})
+    if family.gguf_experts is not None:
         return family.gguf_experts(config, num_layers)
     return gguf_experts(
         config,

@@ -198,6 +198,11 @@ class ModelConfig:
         """Components of a head's value, which the output projection of attention multiplies."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
+    @property
+    def attended_dim(self) -> int:
+        """Components of what attention sums for a head: of a value, or of a latent."""
+        return self.head_dim if self.latent_dim is None else self.latent_dim
+
     def is_sparse(self, layer: int) -> bool:
         """Whether the feed-forward layer is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers

@@ -3,9 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tercet.benchmarks.limits import Ceilings, ModelCost, causal_pairs, decode_step_s, prefill_s, workload_s
 from tercet.benchmarks.presets import load_shape
+from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
 
@@ -25,7 +27,9 @@ TOY = ModelConfig(
 
 def cost_of(config: ModelConfig, kv_dtype_bytes: int = 2) -> ModelCost:
     """Of weights in bfloat16."""
-    return ModelCost.of(config, 2, kv_dtype_bytes=kv_dtype_bytes, matrix_bytes=2, forms={})
+    kv_dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16}[kv_dtype_bytes]
+    kv_bytes = TokenToKVPool.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+    return ModelCost.of(config, 2, kv_bytes_per_token=kv_bytes, matrix_bytes=2, forms={})
 
 
 def test_a_toy_model_counted_by_hand() -> None:

@@ -12,6 +12,7 @@ from cpu_models import CONFIG, VARIANTS, make_cpu_runner
 from mxfp4_models import mxfp4_config, save_mxfp4, write_mxfp4_gguf
 from runner_driver import RunnerDriver, relative_error, short_logits
 from runners import make_runner, make_settings
+from same_bits import assert_every_step_has_the_same_bits
 from tiny_models import checkpoint, make_model, reference_logits, save
 from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
@@ -19,7 +20,6 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers import packing
 from tercet.model_executor.layers.experts import WithSharedExpert
 from tercet.model_executor.models.parameters import decoder_parameters, is_expert, router_name, shared_gate_name
-from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights import packed_cache, packed_file
 from tercet.model_executor.weights.quantization import quantized_forms
@@ -114,31 +114,13 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
 def test_every_step_has_the_same_bits(
     variant: tuple[str, str | None, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request alone, in batches, in chunks, and in recorded and launched steps."""
     monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
-    rng = np.random.default_rng(3)
-    prompts = {row: rng.integers(0, 301, length) for row, length in enumerate((70, 1, 33, 5, 12), start=1)}
-    rows = list(prompts)
 
     def driver(**options: object) -> RunnerDriver:
         runner = make_cpu_runner(variant, CONFIGS[name], max_running_requests=6, **options)
         return RunnerDriver(compiled_runner(runner))
 
-    alone = driver()
-    assert isinstance(alone.runner._recorded, CpuGraphRunner)
-    expected = {}
-    for row, ids in prompts.items():
-        alone.extend({row: ids[:20]}, new_rows=[alone.add(row)])
-        if len(ids) > 20:
-            alone.extend({row: ids[20:]})
-        alone.decode([row], [5])
-        expected[row] = alone.logits[-1][0]
-    for options in ({}, {"disable_cuda_graph": True}):
-        batch = driver(**options)
-        batch.extend(prompts, new_rows=[batch.add(row) for row in prompts])
-        batch.decode(rows[::-1], [5] * len(rows))
-        for logits, row in zip(batch.logits[-1], rows[::-1], strict=True):
-            assert torch.equal(logits, expected[row]), (options, row)
+    assert_every_step_has_the_same_bits(driver)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])

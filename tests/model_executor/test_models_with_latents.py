@@ -7,16 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cpu_models import CONFIG, VARIANTS, make_cpu_runner
 from runner_driver import RunnerDriver
 from runners import make_runner
+from same_bits import assert_every_step_has_the_same_bits
 from tiny_latent_configs import LATENT_CONFIGS
 from tiny_models import make_model, save
 from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 from tercet.srt.model_files.latent_config import LatentConfig
 from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
@@ -59,23 +58,9 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tm
 def test_every_step_has_the_same_bits(
     variant: tuple[str, str | None, int], latent: LatentConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request alone, in batches, in chunks, and in recorded and launched steps."""
     monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.1)
-    rng = np.random.default_rng(3)
-    prompts = {row: rng.integers(0, 301, length) for row, length in enumerate((70, 1, 33, 5, 12), start=1)}
-    rows = list(prompts)
-    alone = RunnerDriver(make_cpu_runner(variant, with_latent(latent), max_running_requests=6))
-    assert isinstance(alone.runner._recorded, CpuGraphRunner)
-    expected = {}
-    for row, ids in prompts.items():
-        alone.extend({row: ids[:20]}, new_rows=[alone.add(row)])
-        if len(ids) > 20:
-            alone.extend({row: ids[20:]})
-        alone.decode([row], [5])
-        expected[row] = alone.logits[-1][0]
-    for options in ({}, {"disable_cuda_graph": True}):
-        batch = RunnerDriver(make_cpu_runner(variant, with_latent(latent), max_running_requests=6, **options))
-        batch.extend(prompts, new_rows=[batch.add(row) for row in prompts])
-        batch.decode(rows[::-1], [5] * len(rows))
-        for logits, row in zip(batch.logits[-1], rows[::-1], strict=True):
-            assert torch.equal(logits, expected[row]), (options, row)
+
+    def driver(**options: object) -> RunnerDriver:
+        return RunnerDriver(make_cpu_runner(variant, with_latent(latent), max_running_requests=6, **options))
+
+    assert_every_step_has_the_same_bits(driver)
