@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +13,18 @@ from ..srt.machine.huge_pages import zeroed
 
 _SYSTEM_PAGE = 4096
 """The smallest part of memory, in bytes, that a system provides on first access."""
+
+
+class StoredConvolutions(NamedTuple):
+    """What a pool stores for the short convolutions of a model."""
+
+    num_layers: int
+    channels: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.channels * self.dtype.itemsize
 
 
 class TokenToKVPool:
@@ -29,6 +43,10 @@ class TokenToKVPool:
     v_buffer: [blocks, num_kv_heads, value_dim / panel, panel / n, panel, n].
     All layers of a block are neighbours in memory, so memory use grows with the number of tokens. Keys and values have
     different orders in a panel, so the pool then stores the values of latent attention, too.
+
+    A short convolution needs the inputs of the last tokens. The pool stores one vector of each token, as if it were a
+    key, so that prefixes are shared as in attention. `conv_buffer[layer]`: [size + page_size, channels], a view. All
+    layers of a slot are neighbours in memory.
     """
 
     def __init__(
@@ -42,11 +60,13 @@ class TokenToKVPool:
         device: torch.device | str,
         panel: int | None = None,
         latent_dim: int | None = None,
+        convolutions: StoredConvolutions | None = None,
     ) -> None:
         """`size`: tokens, without the dummy page. Raises ValueError unless it is a positive multiple of `page_size`.
 
         `page_size`, `head_dim` and `latent_dim` must be multiples of `panel`. `latent_dim`: that of latent attention,
-        which has one KV head; None: values are stored beside keys.
+        which has one KV head; None: values are stored beside keys. `num_layers`: those with
+        attention; `convolutions`: of the others.
         """
         if page_size < 1 or size < page_size or size % page_size:
             raise ValueError(f"pool size must be a positive multiple of page size {page_size}, got {size}")
@@ -63,6 +83,12 @@ class TokenToKVPool:
         value_dim = head_dim if latent_dim is None else latent_dim
         device = torch.device(device)
         layers, slots = range(num_layers), size + page_size
+        self._convolved: torch.Tensor | None = None
+        self.conv_buffer: Sequence[torch.Tensor] = ()
+        if convolutions is not None:
+            shape = (slots, convolutions.num_layers, convolutions.channels)
+            self._convolved = _zeros(shape, convolutions.dtype, torch.device(device))
+            self.conv_buffer = self._convolved.unbind(1)
         if panel is None:
             shape = (slots, num_kv_heads, head_dim)
             self.k_buffer = [_zeros(shape, dtype, device) for _ in layers]
@@ -88,10 +114,12 @@ class TokenToKVPool:
         dtype: torch.dtype,
         panel: int | None = None,
         latent_dim: int | None = None,
+        convolutions: StoredConvolutions | None = None,
     ) -> int:
         """The size of one slot in bytes: what is stored for all layers. The arguments are those of the pool."""
         value_dim = head_dim if latent_dim is None else latent_dim if panel is not None else 0
-        return num_layers * num_kv_heads * (head_dim + value_dim) * dtype.itemsize
+        of_attention = num_layers * num_kv_heads * (head_dim + value_dim) * dtype.itemsize
+        return of_attention + (0 if convolutions is None else convolutions.bytes_per_token)
 
     def set_kv(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] at slots: int64 [T], cast to the
@@ -130,16 +158,18 @@ class TokenToKVPool:
         num_pages = self.size // self.page_size + 1
         values = [] if self._shares_keys else self.v_buffer
         tensors = [*self.k_buffer, *values] if self._whole is None else [self._whole]
+        if self._convolved is not None:
+            tensors.append(self._convolved)
         return [tensor.view(num_pages, -1).view(torch.uint8) for tensor in tensors]
 
     @property
     def page_bytes(self) -> int:
-        """The size of a page in bytes: K and V of all layers."""
+        """The size of a page in bytes: what is stored for all layers."""
         return sum(view.shape[1] for view in self._page_views)
 
     @property
     def bytes_per_slot(self) -> int:
-        """The size of a slot in bytes: K and V of all layers."""
+        """The size of a slot in bytes: what is stored for all layers."""
         return self.page_bytes // self.page_size
 
     def touch(self, start: int, end: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tiny_convolution_configs import CONVOLUTION_CONFIGS
 from tiny_latent_configs import LATENT_CONFIGS
 from transformers import (
     ArceeConfig,
@@ -378,4 +379,5 @@ CONFIGS = {
     ),
     "mixtral_window": lambda: MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
     **LATENT_CONFIGS,
+    **CONVOLUTION_CONFIGS,
 }

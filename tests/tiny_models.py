@@ -50,7 +50,7 @@ def initialised(config, seed):
             # Large weights make attention far from uniform, so that a wrong rotation changes the output.
             torch.nn.init.normal_(parameter, 0, 0.2)
     for key, buffer in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0, 0.2)
     return model.eval()
 
@@ -74,8 +74,8 @@ def stored_tensors(model):
         if not is_experts or model.config.model_type == "gpt_oss":
             found[name] = tensor
             continue
-        mixtral_names = "w1", "w3", "w2"
-        names = mixtral_names if model.config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        has_numbers = model.config.model_type in ("mixtral", "lfm2_moe")
+        names = ("w1", "w3", "w2") if has_numbers else ("gate_proj", "up_proj", "down_proj")
         parts = dict(zip(names[:2], tensor.chunk(2, 1), strict=True)) if last == "gate_up_proj" else {names[2]: tensor}
         for part, stack in parts.items():
             found |= {f"{stem}.experts.{number}.{part}.weight": matrix for number, matrix in enumerate(stack)}

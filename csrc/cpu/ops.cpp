@@ -6,6 +6,7 @@
 #include "choice_ops.h"
 #include "experts_ops.h"
 #include "gated_ops.h"
+#include "convolution_ops.h"
 #include "latent_ops.h"
 #include "layer_ops.h"
 #include "lora_ops.h"
@@ -96,6 +97,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "rotate_and_store_latent(Tensor q, Tensor(a!) q_out, Tensor(b!) projected, Tensor positions, Tensor slots, "
       "Tensor cos_sin, Tensor norm, float eps, Tensor(c!) k_pool, Tensor(d!) v_pool) -> ()",
       &rotate_and_store_latent_op);
+  m.def(
+      "short_convolution(Tensor projected, Tensor weight, Tensor? bias, Tensor positions, Tensor slots, "
+      "Tensor slot_table, Tensor rows, Tensor? starts, Tensor(a!) stored) -> Tensor",
+      &short_convolution_op);
   m.def("head_linear(Tensor x, Tensor packed, int n, int room=0) -> Tensor", &head_linear_op);
   m.def(
       "attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor slot_table, Tensor rows, Tensor seq_lens, "

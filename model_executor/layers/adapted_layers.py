@@ -21,6 +21,7 @@ from .layernorm import RMSNorm
 from .lora_layers import LoraLinear, LoraTables
 from .output_head import OutputHead
 from .residual import BeforeSum, StreamLayer
+from .short_convolution import ConvolutionWeights
 
 
 class AdaptedWeight(NamedTuple):
@@ -90,6 +91,9 @@ class LoraLayers:
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return self._layers.latent_attention(layer_id, backend, sizes, layers)
+
+    def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
+        return self._layers.convolution(stored, weights)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return self._layers.experts(router, experts, config)

@@ -17,6 +17,7 @@ from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .activation import SquaredReLU
 from .attention import QKNorm
+from .cpu_convolution import CpuShortConvolution
 from .cpu_latent import CpuLatentAttention
 from .cpu_lora import CpuLoraGatedLinear, FusedGates
 from .embedding import Embedding, ScaledEmbedding
@@ -28,6 +29,7 @@ from .lora_layers import LoraTables
 from .output_head import GreedyHead, GreedyLayer, OutputHead, PlainHead
 from .packing import PackedWeight, Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import CosSin, Rotaries, RotationTable, query_scales
+from .short_convolution import ConvolutionWeights
 
 _ops = torch.ops.tercet_cpu
 
@@ -281,6 +283,9 @@ class CpuLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, _angles)
+
+    def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
+        return CpuShortConvolution(stored, weights)
 
     def squared_relu(self, linear: Layer) -> Layer:
         return SquaredReLU(linear, _ops.square_relu)

@@ -29,6 +29,7 @@ from .lora_layers import LoraGatedLinear, LoraTables
 from .output_head import OutputHead, PlainHead
 from .residual import BeforeSum, Layer, NormedLayer, StreamLayer, SummedLayer
 from .rotary import Rotaries, RotaryEmbedding
+from .short_convolution import ConvolutionWeights, ShortConvolution
 
 
 class Rotary(Protocol):
@@ -43,7 +44,8 @@ class Rotary(Protocol):
 class AttentionLayer(Protocol):
     """Attention: the outputs of the first linear layer, [T, n] -> [T, heads * value_dim]. Stores K and V in the pool.
 
-    Without latents, n is (heads + 2 * kv_heads) * head_dim.
+    Without latents, n is (heads + 2 * kv_heads) * head_dim. A short convolution is such a layer, too: it takes
+    [T, 3 * channels], ignores rotations, and stores one vector of each token.
     """
 
     def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
@@ -74,6 +76,9 @@ class LayerKinds(Protocol):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         """Make latent attention. `layers`: made by `norm` and `linear`."""
+
+    def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
+        """Make a short convolution. `stored`: a `TokenToKVPool.conv_buffer`, [slots, channels]."""
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer: ...
 
@@ -149,6 +154,9 @@ class TorchLayers:
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, same_angles)
+
+    def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
+        return ShortConvolution(stored, weights)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Linear(weight, bias)

@@ -1,6 +1,6 @@
 """The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 2 MoE, Qwen 3, Phi 3, SmolLM 3, Gemma 2,
 Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, GLM-4, GLM-4.5, GLM-4.7-Flash, dots.llm1, DeepSeek V2,
-DeepSeek V3, Youtu-LLM, MiniCPM 3, Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee AFM, Ministral 3, Hunyuan and GPT-OSS.
+DeepSeek V3, Youtu-LLM, MiniCPM 3, Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee AFM, Ministral 3, Hunyuan, GPT-OSS and LFM2.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
@@ -29,10 +29,12 @@ from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.experts import Expert, ExpertWeights, RouterWeights
-from ..layers.kinds import Layer, LayerKinds, is_compiled
+from ..layers.kinds import AttentionLayer, Layer, LayerKinds, is_compiled
 from ..layers.latent_attention import LatentLayers
 from ..layers.layernorm import RMSNorm
 from ..layers.residual import BeforeSum, NormedSum, Pending, Stream, StreamLayer, UnnormedLayer
+from ..layers.short_convolution import ConvolutionWeights
+from .convolution_parameters import convolution_bias_name, convolution_name
 from .family import ModelFamily, Parameters
 from .latent_parameters import kv_b_name
 from .parameters import (
@@ -112,18 +114,10 @@ class DecoderLayer:
             return layers.before_sum(layer, next_norm)
 
         prefix = f"layers.{layer_id}."
-        qk_norm = None
-        if config.qk_norm:
-            q_norm, k_norm = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
-            qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, norm_after=config.qk_norm == "rotated_heads")
         self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.rope = _distinct_ropes(config).index(config.ropes[layer_id])
-        if config.latent is None:
-            self.attention = layers.attention(layer_id, backend, qk_norm, params.get(sinks_name(layer_id)))
-        else:
-            parts = _latent_layers(config, layer_id, params, layers)
-            self.attention = layers.latent_attention(layer_id, backend, config.latent, parts)
+        self.mixer = _mixer(config, layer_id, params, backend, layers)
         self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = _input_norm(config, params, f"{prefix}post_attention_norm.weight", layers)
         self._normed_qkv = of_stream(self.input_norm, self.qkv_proj)
@@ -152,13 +146,13 @@ class DecoderLayer:
     def attend(
         self, x: Pending, residual: torch.Tensor | None, rotations: Sequence[Any], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
+        """Add x to the residual in place, and compute attention or the convolution: its output [T, n], residual.
 
         x, residual: [T, hidden] each. The first layer has no residual: x becomes it. An x that is None or ScaledRows is
         in the residual already.
         """
         qkv, residual = self._normed_qkv(x, residual, batch)
-        return self.attention(qkv, rotations[self.rope], batch), residual
+        return self.mixer(qkv, rotations[self.rope], batch), residual
 
     def feed_forward(self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Pending:
         """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
@@ -229,6 +223,27 @@ def _input_norm(config: ModelConfig, params: Parameters, name: str, layers: Laye
     return layers.norm(params[name], config.residual_norm_eps) if config.input_norms else None
 
 
+def _mixer(
+    config: ModelConfig, layer_id: int, params: Parameters, backend: AttentionBackend, layers: LayerKinds
+) -> AttentionLayer:
+    """Attention, or the convolution in its place. Pool and backend count the layers of each kind for themselves."""
+    prefix = f"layers.{layer_id}."
+    if not config.has_attention(layer_id):
+        assert config.convolutions is not None
+        stored = backend.kv_pool.conv_buffer[config.convolutions.layers.index(layer_id)]
+        names = convolution_name(layer_id), convolution_bias_name(layer_id)
+        return layers.convolution(stored, ConvolutionWeights(params[names[0]], params.get(names[1])))
+    place = config.attention_layers.index(layer_id)
+    if config.latent is not None:
+        parts = _latent_layers(config, layer_id, params, layers)
+        return layers.latent_attention(place, backend, config.latent, parts)
+    qk_norm = None
+    if config.qk_norm:
+        q_norm, k_norm = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
+        qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, norm_after=config.qk_norm == "rotated_heads")
+    return layers.attention(place, backend, qk_norm, params.get(sinks_name(layer_id)))
+
+
 def _latent_layers(config: ModelConfig, layer_id: int, params: Parameters, layers: LayerKinds) -> LatentLayers:
     """The layers of latent attention between the first linear layer and the last one."""
     latent, prefix = config.latent, f"layers.{layer_id}."
@@ -259,7 +274,8 @@ def _attention(config: ModelConfig) -> list[AttentionSpec]:
             has_sinks=FAMILIES[config.architecture].attention_sinks,
             latent_dim=config.latent_dim,
         )
-        for window, rope in zip(config.sliding_windows, config.ropes, strict=True)
+        for layer, (window, rope) in enumerate(zip(config.sliding_windows, config.ropes, strict=True))
+        if config.has_attention(layer)
     ]
 
 

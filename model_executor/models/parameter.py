@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
 
@@ -71,6 +72,12 @@ class Part(NamedTuple):
             return rows
         order = torch.tensor(self.head_order, device=rows.device)
         return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
+
+
+def stacked(name: str, *sizes: int) -> tuple[Part, ...]:
+    """The parts of a checkpoint tensor whose rows are stacked already, without their columns."""
+    firsts = itertools.accumulate(sizes, initial=0)
+    return tuple(Part(name, (size,), first, sum(sizes)) for size, first in zip(sizes, firsts, strict=False))
 
 
 class LinearParts(NamedTuple):

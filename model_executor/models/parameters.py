@@ -7,7 +7,6 @@ among them. Each layer then needs two sums over all ranks: the outputs of `o_pro
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,8 +15,9 @@ import torch
 from ...srt.model_files.experts_config import GGUF_NAMES
 from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.model_config import ModelConfig
+from .convolution_parameters import convolution, convolution_linears
 from .latent_parameters import kv_b_proj, latent_linears, latent_norms
-from .parameter import LinearParts, Parameter, Part, Shard, Split, half_split_order
+from .parameter import LinearParts, Parameter, Part, Shard, Split, half_split_order, stacked
 
 
 class ParameterDtypes(NamedTuple):
@@ -49,6 +49,8 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
     if shard.size > 1 and config.latent is not None:
         raise ValueError(f"{shard.size} ranks cannot divide {config.architecture}: its heads share their keys")
     divided = [(name, getattr(config, name)) for name in ("num_heads", "num_kv_heads")]
+    if config.convolutions is not None:
+        divided.append(("channels", config.convolutions.channels))
     divided += [("intermediate_size", width) for width in config.feed_forward_widths]
     if not config.tie_word_embeddings:
         divided.append(("vocab_size", config.vocab_size))
@@ -70,9 +72,13 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             shared = shared._replace(intermediate_size=shared.intermediate_size // shard.size)
         width = experts.intermediate_size // shard.size
         experts = dataclasses.replace(experts, intermediate_size=width, shared=shared)
+    convolutions = config.convolutions
+    if convolutions is not None:
+        convolutions = convolutions._replace(channels=convolutions.channels // shard.size)
     return dataclasses.replace(
         config,
         experts=experts,
+        convolutions=convolutions,
         num_heads=config.num_heads // shard.size,
         num_kv_heads=config.num_kv_heads // shard.size,
         intermediate_size=config.intermediate_size // shard.size,
@@ -82,39 +88,41 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     """The parameters of the model that `config` describes, under the names that `Decoder` uses."""
     family, hidden, head_dim = FAMILIES[config.architecture], config.hidden_size, config.head_dim
+    names = family.layer_names
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     inter = config.intermediate_size
     q = Part("self_attn.q_proj", (q_size,))
     k, v = Part("self_attn.k_proj", (kv_size,)), Part("self_attn.v_proj", (kv_size,))
-    gate, up = Part("mlp.gate_proj", (inter,)), Part("mlp.up_proj", (inter,))
+    gate, up = Part(names.gate, (inter,)), Part(names.up, (inter,))
     if family.stacked_qkv:
-        q, k, v = _stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
+        q, k, v = stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
     if family.stacked_gate_up:
-        gate, up = _stacked("mlp.gate_up_proj", inter, inter)
+        gate, up = stacked("mlp.gate_up_proj", inter, inter)
     if config.rope.rotary_dim is not None or family.interleaved_rotary:
         order = half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
         q, k = q._replace(head_order=order), k._replace(head_order=order)
     attended = config.num_heads * config.value_dim
     linears = {
         "qkv_proj": LinearParts((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
-        "o_proj": LinearParts((Part("self_attn.o_proj", (hidden,)),), attended, config.o_bias, Split.ROWS),
+        "o_proj": LinearParts((Part(names.o_proj, (hidden,)),), attended, config.o_bias, Split.ROWS),
     }
     latent = config.latent
     if latent is not None:
         linears |= latent_linears(latent, hidden, config.num_heads, interleaved=family.interleaved_rotary)
+    linears_of_convolutions = {} if config.convolutions is None else convolution_linears(config.convolutions, hidden)
     inner = {"gate_up_proj": (gate, up)} if config.has_gates else {"up_proj": (up,)}
     dense = {
         **{name: LinearParts(parts, hidden, config.mlp_bias, Split.COLUMNS) for name, parts in inner.items()},
-        "down_proj": LinearParts((Part("mlp.down_proj", (hidden,)),), inter, config.mlp_bias, Split.ROWS),
+        "down_proj": LinearParts((Part(names.down, (hidden,)),), inter, config.mlp_bias, Split.ROWS),
     }
     norm = Part("", (hidden,), offset=config.norm_offset)
     norms: dict[str, Part] = {}
     if config.input_norms:
         # In most families with norms of outputs, that of attention has the name of this one.
-        is_taken = config.output_norms and "post_attention_layernorm" in family.output_norm_names
-        before_feed_forward = "pre_feedforward_layernorm" if is_taken else "post_attention_layernorm"
+        is_taken = config.output_norms and names.feed_forward_norm in family.output_norm_names
+        before_feed_forward = "pre_feedforward_layernorm" if is_taken else names.feed_forward_norm
         norms = {
-            "input_norm": norm._replace(name="input_layernorm"),
+            "input_norm": norm._replace(name=names.input_norm),
             "post_attention_norm": norm._replace(name=before_feed_forward),
         }
     if config.output_norms:
@@ -124,25 +132,31 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
             "feed_forward_output_norm": output_norm._replace(name=family.output_norm_names[1]),
         }
     has_sinks = family.attention_sinks
+    norms_of_attention: dict[str, Part] = {}
     if config.qk_norm is not None:
         sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
         for name, stored, size in zip(("q_norm", "k_norm"), family.qk_norm_names, sizes, strict=True):
-            norms[name] = norm._replace(name=f"self_attn.{stored}", shape=(size,), head_order=q.head_order)
+            part = norm._replace(name=f"self_attn.{stored}", shape=(size,), head_order=q.head_order)
+            norms_of_attention[name] = part
     if latent is not None:
-        norms |= latent_norms(latent)
+        norms_of_attention |= latent_norms(latent)
 
     def layer(index: int) -> Iterator[Parameter]:
         source = f"model.layers.{index}."
-        for name, part in norms.items():
+        has_attention, is_sparse = config.has_attention(index), config.is_sparse(index)
+        for name, part in (norms | norms_of_attention if has_attention else norms).items():
             stored = part._replace(name=f"{source}{part.name}.weight")
             yield Parameter(f"layers.{index}.{name}.weight", part.shape, (stored,), Split.REPLICATED)
+        if not has_attention:
+            assert config.convolutions is not None
+            yield from convolution(config.convolutions, index, source, is_gguf=config.load_format == "gguf")
         if has_sinks:
             sinks = f"{source}self_attn.sinks"
             yield _whole(sinks_name(index), sinks, (config.num_heads,), Split.COLUMNS)
         if latent is not None:
             yield kv_b_proj(latent, index, source, config.num_heads)
-        is_sparse = config.is_sparse(index)
-        for name, (parts, columns, bias, split) in (linears if is_sparse else linears | dense).items():
+        mixer = linears if has_attention else linears_of_convolutions
+        for name, (parts, columns, bias, split) in (mixer if is_sparse else mixer | dense).items():
             rows = sum(part.shape[0] for part in parts)
             weights = tuple(_renamed(part, f"{source}{part.name}.weight", columns) for part in parts)
             yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights, split)
@@ -156,7 +170,7 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
     for index in range(config.num_layers):
         parameters.extend(layer(index))
-    last_norm = norm._replace(name=NORM, factor=1 / config.logits_divisor)
+    last_norm = norm._replace(name=f"{names.last_norm}.weight", factor=1 / config.logits_divisor)
     parameters.append(Parameter("norm.weight", (hidden,), (last_norm,), Split.REPLICATED))
     if not config.tie_word_embeddings:
         parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
@@ -262,19 +276,12 @@ def _renamed(part: Part, name: str, *columns: int) -> Part:
     return part._replace(name=name, shape=(*part.shape, *columns))
 
 
-def _stacked(name: str, *sizes: int) -> Iterator[Part]:
-    """The parts of a checkpoint tensor whose rows are stacked already."""
-    firsts = itertools.accumulate(sizes, initial=0)
-    return (Part(name, (size,), first, sum(sizes)) for size, first in zip(sizes, firsts, strict=False))
-
-
 ROUTER_ENDING = ".router.weight"
 SHARED_GATE_ENDING = ".shared_expert_gate.weight"
 _SINKS_ENDING = ".sinks"
 _CORRECTIONS_ENDING = ".router.corrections"
 _FLOAT32_ENDINGS = (_SINKS_ENDING, _CORRECTIONS_ENDING)
 EMBEDDING = "model.embed_tokens.weight"
-NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...mem_cache.token_to_kv_pool import TokenToKVPool
+import torch
+
+from ...mem_cache.token_to_kv_pool import StoredConvolutions, TokenToKVPool
 from ...srt.model_files.model_config import ModelConfig
 from ..attention.registry import kv_panel
 from .settings import RunnerSettings
@@ -11,12 +13,13 @@ from .settings import RunnerSettings
 def kv_bytes_per_token(settings: RunnerSettings, config: ModelConfig) -> int:
     """The size of a token's slot in the pool, in bytes."""
     return TokenToKVPool.bytes_per_token(
-        config.num_layers,
+        len(config.attention_layers),
         config.num_kv_heads,
         config.head_dim,
         settings.kv_dtype,
         _panel(settings, config),
         config.latent_dim,
+        stored_convolutions(config, settings.dtype),
     )
 
 
@@ -26,13 +29,14 @@ def make_kv_pool(settings: RunnerSettings, config: ModelConfig, num_tokens: int)
         return TokenToKVPool(
             num_tokens,
             settings.page_size,
-            config.num_layers,
+            len(config.attention_layers),
             config.num_kv_heads,
             config.head_dim,
             settings.kv_dtype,
             settings.device,
             _panel(settings, config),
             config.latent_dim,
+            stored_convolutions(config, settings.dtype),
         )
     except OSError as error:  # a limit on the address space, or a system that does not overcommit memory
         num_mib = num_tokens * kv_bytes_per_token(settings, config) >> 20
@@ -40,6 +44,13 @@ def make_kv_pool(settings: RunnerSettings, config: ModelConfig, num_tokens: int)
             f"a KV pool of {num_tokens} tokens ({num_mib} MiB) cannot be allocated: "
             f"{error.strerror}; choose a smaller --max-total-tokens, or raise the limit of memory (ulimit -v)"
         ) from None
+
+
+def stored_convolutions(config: ModelConfig, dtype: torch.dtype) -> StoredConvolutions | None:
+    """What the pool stores for short convolutions. `dtype`: that of activations; None: the model has no such layers."""
+    if config.convolutions is None:
+        return None
+    return StoredConvolutions(len(config.convolutions.layers), config.convolutions.channels, dtype)
 
 
 def _panel(settings: RunnerSettings, config: ModelConfig) -> int | None:

@@ -39,6 +39,7 @@ from .layer_windows import (
     window_of_upper_layers,
     window_without_layers,
 )
+from .lfm2_families import LFM2_FAMILIES
 
 SOFT_CAP_KEYS = ("attn_logit_softcapping", "final_logit_softcapping")
 """The keys of the soft caps of scores and of logits, in config.json and in GGUF files."""
@@ -360,6 +361,7 @@ FAMILIES: dict[str, Family] = {
         gguf_gate=ClampedGate(1.702, 7.0),
     ),
     **LATENT_FAMILIES,
+    **LFM2_FAMILIES,
 }
 
 

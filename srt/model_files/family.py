@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .experts_config import QWEN_NAMES, ClampedGate, ExpertNames, ReadExperts
 from .layer_windows import SlidingWindows
 from .settings import Settings
+from .short_convolutions import ShortConvolutions
 
 QKNormKind: TypeAlias = Literal["heads", "rows", "rotated_heads"]
 """What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads.
 rotated_heads: each head, after its rotation. The other norms come before it."""
+
+
+class LayerNames(NamedTuple):
+    """The names of norms and linear layers in a checkpoint: those of a layer, and of the last norm."""
+
+    input_norm: str = "input_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+    """of the input of the feed-forward layer"""
+    o_proj: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    last_norm: str = "model.norm"
+
+
+LLAMA_NAMES = LayerNames()
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,11 @@ class Family:
     """whether each head has a learned logit that joins the softmax without a value"""
     has_latents: bool = False
     """whether attention is latent attention"""
+    convolutions: Callable[[Settings, int], ShortConvolutions | None] | None = None
+    """reads the short convolutions that some layers have in place of attention; None: no layer has one"""
+    with_llama_keys: Callable[[Settings], Settings] | None = None
+    """gives what config.json says under other keys than Llama's the keys of Llama; None: it has these"""
+    layer_names: LayerNames = LLAMA_NAMES
     qk_norm: QKNormKind | None = None
     """`ModelConfig.qk_norm`"""
     qk_norm_key: str | None = None

@@ -39,6 +39,8 @@ def config_from_hf(
     if family.has_text_config:
         config = _text_config(config, family)
     config = config.with_defaults(family.defaults)
+    if family.with_llama_keys is not None:
+        config = family.with_llama_keys(config)
     quantization = read_quantization_config(config, older_quantization, stacked_experts=family.stacked_experts)
     if quantization is not None and family.expert_names.has_rows_of_all:
         raise config.unsupported(f"quantization_config is not supported for {architecture}")
@@ -88,6 +90,7 @@ def config_from_hf(
         num_kv_heads=config.integer("num_key_value_heads", num_heads) if latent is None else 1,
         head_dim=head_dim if latent is None else latent.key_dim,
         latent=latent,
+        convolutions=None if family.convolutions is None else family.convolutions(config, num_layers),
         vocab_size=config.integer("vocab_size"),
         context_len=max(context_len, rope.context_len),
         sliding_windows=windows,

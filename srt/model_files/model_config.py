@@ -20,6 +20,7 @@ from .latent_config import LatentConfig
 from .layer_windows import SlidingWindows
 from .quantization_config import QuantizationConfig
 from .rope_config import RopeConfig
+from .short_convolutions import ShortConvolutions
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 """The activation of a gated feed-forward layer. gelu_tanh: GELU whose error function is approximated by tanh."""
@@ -63,6 +64,8 @@ class ModelConfig:
     context_len: int
     latent: LatentConfig | None = None
     """Latent attention. Then a token has one key for all heads: num_kv_heads is 1, and head_dim is `latent.key_dim`."""
+    convolutions: ShortConvolutions | None = None
+    """of the layers without attention; None: all layers have attention"""
     sliding_windows: SlidingWindows = ()
     """An empty tuple is replaced by one None per layer."""
     rms_norm_eps: float = 1e-6
@@ -138,6 +141,8 @@ class ModelConfig:
                 f"{where}a token must have from 1 to {experts.num_experts} experts, as many as a layer has, got "
                 f"{experts.num_experts_per_token}"
             )
+        if not self.attention_layers:
+            raise ModelNotSupported(f"{where}at least one layer must have attention")
         if self.latent is not None:
             assert (self.num_kv_heads, self.head_dim) == (1, self.latent.key_dim) and self.latent.rope_dim % 2 == 0
         if self.num_heads % self.num_kv_heads:
@@ -202,6 +207,16 @@ class ModelConfig:
     def attended_dim(self) -> int:
         """Components of what attention sums for a head: of a value, or of a latent."""
         return self.head_dim if self.latent_dim is None else self.latent_dim
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention. If not, it has a short convolution."""
+        return self.convolutions is None or layer not in self.convolutions.layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have attention."""
+        without = () if self.convolutions is None else self.convolutions.layers
+        return tuple(sorted(set(range(self.num_layers)).difference(without)))
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the feed-forward layer is a mixture of experts."""

@@ -212,6 +212,16 @@ OF_FAMILY = {
     "minicpm3": st.builds(
         dict.__or__, latents(), some(scale_emb=[1, 12], scale_depth=[None, 1.4], dim_model_base=[None, 16])
     ),
+    "lfm2": st.builds(
+        dict.__or__,
+        fixed(num_hidden_layers=[2, 3], full_attn_idxs=[[0], [1], [0, 1]], conv_L_cache=[1, 2, 5]),
+        some(conv_bias=[False, True], block_multiple_of=[8, 32], block_ff_dim=[50], block_auto_adjust_ff_dim=[False]),
+    ),
+    "lfm2_moe": st.builds(
+        dict.__or__,
+        fixed(num_hidden_layers=[2], layer_types=[["conv", "full_attention"]], num_experts=[8, 11]),
+        some(num_dense_layers=[0, 1, 2], norm_topk_prob=[False], routed_scaling_factor=[2.5], norm_eps=[1e-2]),
+    ),
     "ministral3": some(sliding_window=[None, 3, 7], head_dim=[8, 24]),
     "hunyuan_v1_dense": some(attention_bias=[False, True]),
     "ernie4_5": some(use_bias=[False, True], head_dim=[8, 24]),

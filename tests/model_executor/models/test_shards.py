@@ -22,6 +22,7 @@ from tercet.model_executor.models.decoder import Decoder
 from tercet.model_executor.models.family import family_of
 from tercet.model_executor.models.parameter import WHOLE, Shard, Split
 from tercet.model_executor.models.parameters import decoder_parameters, rank_config
+from tercet.model_executor.runner.kv_pool import stored_convolutions
 from tercet.model_executor.step import ForwardMode
 from tercet.model_executor.weights import loader
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
@@ -46,7 +47,9 @@ class Rank:
         family = family_of(config)
         forms = quantized_forms(config, quantization, shard)
         parameters = load_parameters(config, torch.float32, CPU, forms=forms, shard=shard)
-        pool = TokenToKVPool(64, 1, own.num_layers, own.num_kv_heads, own.head_dim, torch.float32, CPU)
+        sizes = len(own.attention_layers), own.num_kv_heads, own.head_dim
+        stored = stored_convolutions(own, torch.float32)
+        pool = TokenToKVPool(64, 1, *sizes, torch.float32, CPU, convolutions=stored)
         self.attention = create_attention_backend(backend, family.attention(own), pool)
         layers = layers_for(backend, torch.float32, quantized=quantization is not None)
         self.model = family.build(own, parameters, self.attention, layers, config.context_len)
@@ -95,11 +98,9 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
         parts = [rank.model.layers[index] for rank in ranks]
         normed = input_of(layer.input_norm, x, residual)
         residual = x if residual is None else residual
-        attended = layer.attention(
-            layer.qkv_proj(normed, batch), whole.model.rotary(batch.positions)[layer.rope], batch
-        )
+        attended = layer.mixer(layer.qkv_proj(normed, batch), whole.model.rotary(batch.positions)[layer.rope], batch)
         by_rank = [
-            part.attention(part.qkv_proj(normed, batch), rank.model.rotary(batch.positions)[layer.rope], batch)
+            part.mixer(part.qkv_proj(normed, batch), rank.model.rotary(batch.positions)[layer.rope], batch)
             for part, rank in zip(parts, ranks, strict=True)
         ]
         assert close(torch.cat(by_rank, 1), attended), "heads are concatenated"
@@ -153,6 +154,8 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "glm4_moe_sparse",
         "dots1_window",
         "ernie4_5_moe",
+        "lfm2",
+        "lfm2_moe",
     ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
@@ -182,6 +185,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "arcee",
         "ministral3",
         "hunyuan_v1_dense",
+        "lfm2_bias",
     ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:

@@ -175,6 +175,16 @@ EXPERTS = {
         gate=ClampedGate(1.702, 7.0),
         has_biases=True,
     ),
+    "lfm2_moe": ExpertsConfig(
+        num_experts=8,
+        num_experts_per_token=3,
+        intermediate_size=32,
+        normalized=True,
+        has_sigmoids=True,
+        has_corrections=True,
+        scale=1.5,
+        dense_layers=(0,),
+    ),
 }
 
 
@@ -193,6 +203,7 @@ def test_what_transformers_writes(name, tmp_path):
         "glm4_moe_sparse": (64, 64),
         "glm4_moe_groups": (32, 32),
         "dots1": (96, 32, 64),
+        "lfm2_moe": (96, 32),
         "dots1_window": (64, 64),
         "ernie4_5_moe": (96, 32, 64),
         "ernie4_5_moe_sparse": (64,),

@@ -1,0 +1,89 @@
+"""The families of LFM2 and LFM2-MoE (arXiv 2511.23404)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .experts_config import ExpertNames, ExpertsConfig
+from .family import Family, LayerNames
+from .layer_windows import no_window
+from .settings import Settings
+from .short_convolutions import convolutions_from_hf
+
+_LAYER_NAMES = LayerNames(
+    input_norm="operator_norm",
+    feed_forward_norm="ffn_norm",
+    o_proj="self_attn.out_proj",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    last_norm="model.embedding_norm",
+)
+_EXPERT_NAMES = ExpertNames(
+    "feed_forward.gate", "feed_forward.experts.", "w1", "w3", "w2", corrections="feed_forward.expert_bias"
+)
+
+
+def _with_llama_keys(config: Settings) -> Settings:
+    return config.with_values(
+        {
+            "rms_norm_eps": config.number("norm_eps", 1e-5),
+            "tie_word_embeddings": config.flag("tie_embedding", config.flag("tie_word_embeddings", True)),
+        }
+    )
+
+
+def _with_adjusted_width(config: Settings) -> Settings:
+    """The settings of a dense model, whose feed-forward width may be computed from the given one."""
+    width = config.integer("block_ff_dim", config.integer("intermediate_size", 12288))
+    if config.flag("block_auto_adjust_ff_dim", True):
+        multiple = config.integer("block_multiple_of", 256)
+        width = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        width = -(-width // multiple) * multiple
+    return _with_llama_keys(config).with_values({"intermediate_size": width})
+
+
+def _experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    num_dense = config.integer("num_dense_layers", 2, minimum=0)
+    if not config.flag("use_expert_bias", True):
+        raise config.unsupported_value("use_expert_bias", "true", False)
+    if num_dense >= num_layers:
+        return None
+    return ExpertsConfig(
+        num_experts=config.integer("num_experts", 32),
+        num_experts_per_token=config.integer("num_experts_per_tok", 4),
+        intermediate_size=config.integer("moe_intermediate_size", 1792),
+        normalized=config.flag("norm_topk_prob", True),
+        has_sigmoids=True,
+        has_corrections=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+        dense_layers=tuple(range(num_dense)),
+    )
+
+
+_LFM2 = Family(
+    "lfm2",
+    "decoder",
+    no_window,
+    qk_norm="heads",
+    qk_norm_names=("q_layernorm", "k_layernorm"),
+    default_rms_norm_eps=1e-5,
+    default_rope_theta=1e6,
+    tied_by_default=True,
+    layer_names=_LAYER_NAMES,
+    convolutions=convolutions_from_hf,
+    with_llama_keys=_with_adjusted_width,
+    defaults={
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "max_position_embeddings": 128_000,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+)
+LFM2_FAMILIES = {
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": dataclasses.replace(
+        _LFM2, model_type="lfm2_moe", with_llama_keys=_with_llama_keys, experts=_experts, expert_names=_EXPERT_NAMES
+    ),
+}
