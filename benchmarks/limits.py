@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..model_executor.models.family import family_of
 from ..model_executor.models.parameters import is_expert
-from ..model_executor.runner.kv_pool import kv_bytes_per_token
+from ..model_executor.runner.kv_pool import attended_bytes_per_token
 from ..model_executor.runner.settings import RunnerSettings
 from ..model_executor.weights.quantization import parameter_bytes
 from ..srt.model_files.model_config import ModelConfig
@@ -74,7 +74,7 @@ class ModelCost:
             kv_bytes_per_token=kv_bytes_per_token,
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),
-            attention_flops_per_pair=2 * config.num_layers * config.num_heads * pair_dim,
+            attention_flops_per_pair=2 * len(config.attention_layers) * config.num_heads * pair_dim,
             expert_bytes=expert_bytes,
             chosen_share=chosen_share,
         )
@@ -84,7 +84,7 @@ class ModelCost:
         return cls.of(
             config,
             settings.dtype.itemsize,
-            kv_bytes_per_token=kv_bytes_per_token(settings, config),
+            kv_bytes_per_token=attended_bytes_per_token(settings, config),
             matrix_bytes=settings.weight_dtype.itemsize,
             forms=settings.weight_forms,
         )

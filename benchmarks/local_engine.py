@@ -229,7 +229,9 @@ class DirectBatch:
         dtype = self._runner.settings.dtype  # the pool's may be fp8, which has no random numbers
         kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=dtype)
         numbers = torch.Generator(where.device).manual_seed(_SEED)
-        for layer in range(config.num_layers):
+        for stored in pool.conv_buffer:
+            stored[where] = stored.new_empty(len(slots), stored.shape[1]).normal_(generator=numbers)
+        for layer in range(len(config.attention_layers)):
             k, v = kv.normal_(generator=numbers)
             pool.set_kv(layer, where, k, v if config.latent_dim is None else k[..., : config.latent_dim])
 

@@ -104,7 +104,11 @@ def equal_cost_depth(config: ModelConfig) -> float:
         width = share * width + (1 - share) * width_of_token
     # The products of a query with a key, and of a weight with a value.
     of_pair = config.num_heads * (config.head_dim + config.attended_dim)
-    return (_projections(config) + 3 * config.hidden_size * width) / of_pair
+    layers_per_attention = config.num_layers / len(config.attention_layers)
+    of_weights = _projections(config) + layers_per_attention * 3 * config.hidden_size * width
+    if config.convolutions is not None:  # three vectors from the input, and the output from one
+        of_weights += (layers_per_attention - 1) * 4 * config.hidden_size * config.convolutions.channels
+    return of_weights / of_pair
 
 
 def _projections(config: ModelConfig) -> int:

@@ -114,12 +114,10 @@ class TokenToKVPool:
         dtype: torch.dtype,
         panel: int | None = None,
         latent_dim: int | None = None,
-        convolutions: StoredConvolutions | None = None,
     ) -> int:
-        """The size of one slot in bytes: what is stored for all layers. The arguments are those of the pool."""
+        """The size of the K and V of a slot in bytes. The arguments are those of the pool."""
         value_dim = head_dim if latent_dim is None else latent_dim if panel is not None else 0
-        of_attention = num_layers * num_kv_heads * (head_dim + value_dim) * dtype.itemsize
-        return of_attention + (0 if convolutions is None else convolutions.bytes_per_token)
+        return num_layers * num_kv_heads * (head_dim + value_dim) * dtype.itemsize
 
     def set_kv(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] at slots: int64 [T], cast to the

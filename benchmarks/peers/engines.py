@@ -157,7 +157,7 @@ def _llama_server(program: Path, file: Path, model: ModelFiles, capacity: Capaci
     argv = [str(program), "-m", str(file), "-np", str(capacity.requests), "-c", str(context_len), "--cont-batching"]
     argv += ["-t", threads, "-tb", threads, "--host", HOST, "--port", str(port)]
     config = load_model_config(model.folder)
-    numbers_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    numbers_per_token = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim
     return Launch(argv, "default", kv_bytes=context_len * numbers_per_token * _LLAMA_KV_NUMBER_BYTES)
 
 

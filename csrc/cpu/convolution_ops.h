@@ -7,6 +7,27 @@
 
 namespace tercet {
 
+/// Checks all that decides where `convolve_stored` reads.
+template <typename T>
+void check_tokens(
+    const ConvolvedTokens<T>& in, int64_t tokens, int64_t num_requests, int64_t num_rows, int64_t num_slots) {
+  check_indices(in.slots, tokens, "slots", num_slots);
+  check_indices(in.positions, tokens, "positions", in.context);
+  TORCH_CHECK(!in.starts || in.starts[0] == 0, "starts must begin with 0, got ", in.starts ? in.starts[0] : 0);
+  int64_t request = 0;
+  for (int64_t token = 0; token < tokens; ++token) {
+    if (!in.starts) request = token;
+    while (in.starts && request < num_requests && in.starts[request + 1] <= token) ++request;
+    TORCH_CHECK(request < num_requests, "token ", token, " is of no request");
+    const int64_t row = in.rows[request], position = in.positions[token];
+    TORCH_CHECK(0 <= row && row < num_rows, "there is no row ", row, ", but ", num_rows, " rows");
+    for (int64_t before = 0; before < std::min(in.width, position + 1); ++before) {
+      const int64_t slot = in.slot_table[row * in.context + position - before];
+      TORCH_CHECK(0 <= slot && slot < num_slots, "there is no slot ", slot, ", but ", num_slots, " slots");
+    }
+  }
+}
+
 /// projected: [tokens, 3 * channels] -> [tokens, channels]; see ConvolvedTokens. stored: [slots, channels], a view with
 /// contiguous rows. rows: the row of each request in slot_table. starts: the first token of each request, and the number of
 /// tokens; none: each request has one token.
@@ -58,8 +79,7 @@ inline Tensor short_convolution_op(
         .out = out.data_ptr<scalar_t>(),
     };
     run_or_record(tokens, [=, num_slots = stored.size(0)](int64_t tokens) {
-      check_indices(in.slots, tokens, "slots", num_slots);
-      check_indices(in.positions, tokens, "positions", context);
+      check_tokens(in, tokens, num_requests, num_rows, num_slots);
       store_inputs(in, tokens);
       convolve_stored(in, tokens);
     });

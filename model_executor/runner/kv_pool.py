@@ -12,6 +12,13 @@ from .settings import RunnerSettings
 
 def kv_bytes_per_token(settings: RunnerSettings, config: ModelConfig) -> int:
     """The size of a token's slot in the pool, in bytes."""
+    convolutions = stored_convolutions(config, settings.dtype)
+    of_convolutions = 0 if convolutions is None else convolutions.bytes_per_token
+    return attended_bytes_per_token(settings, config) + of_convolutions
+
+
+def attended_bytes_per_token(settings: RunnerSettings, config: ModelConfig) -> int:
+    """The size of a token's K and V in all layers, in bytes."""
     return TokenToKVPool.bytes_per_token(
         len(config.attention_layers),
         config.num_kv_heads,
@@ -19,7 +26,6 @@ def kv_bytes_per_token(settings: RunnerSettings, config: ModelConfig) -> int:
         settings.kv_dtype,
         _panel(settings, config),
         config.latent_dim,
-        stored_convolutions(config, settings.dtype),
     )
 
 

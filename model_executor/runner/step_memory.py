@@ -10,6 +10,7 @@ import torch
 
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.short_convolutions import ShortConvolutions
 from ..attention.torch_backend import gathered_tokens, scores_at_once
 from ..layers.lora_layers import LoraSize
 from ..layers.quantized_weight import GROUP
@@ -60,14 +61,18 @@ def activation_bytes(
         first = config.num_heads * latent.query_dim if latent.query_rank is None else latent.query_rank
         of_heads = config.num_heads * (latent.query_dim + latent.value_dim)
         attention += 2 * (first + latent.key_dim + of_heads) * dtype.itemsize
+    mixed_size = q_size if config.convolutions is None else max(q_size, config.convolutions.channels)
     # Input, residual, its norm and the output; the attention output; the gated activations.
-    feed_forward = (4 * hidden + q_size + inter) * dtype.itemsize
+    feed_forward = (4 * hidden + mixed_size + inter) * dtype.itemsize
     if not compiled:
         attention += (2 * q_size + 2 * kv_size) * 2 * _FLOAT_BYTES  # rotated in float32
         feed_forward += 2 * inter * dtype.itemsize  # the outputs of the gate and up projections
+    if config.convolutions is not None:
+        convolution = 3 * hidden * dtype.itemsize + _convolution_bytes(config.convolutions, dtype, compiled=compiled)
+        attention = max(attention, convolution)
     if config.experts is not None:
         bytes_of = _compiled_expert_bytes if compiled else _expert_bytes
-        experts = (4 * hidden + q_size) * dtype.itemsize + bytes_of(config.experts, hidden, dtype)
+        experts = (4 * hidden + mixed_size) * dtype.itemsize + bytes_of(config.experts, hidden, dtype)
         if config.experts.float32_router and dtype != torch.float32:
             experts += hidden * _FLOAT_BYTES  # the input of the router
         feed_forward = max(feed_forward, experts, _shared_expert_bytes(config, dtype, compiled=compiled))
@@ -92,6 +97,17 @@ def activation_bytes(
     return tokens * per_token + rows * config.vocab_size * per_logit + floats_of_adapter * _FLOAT_BYTES
 
 
+def _convolution_bytes(convolutions: ShortConvolutions, dtype: torch.dtype, *, compiled: bool) -> int:
+    """An upper bound in bytes of what a short convolution takes for a token, with its output and that of the layer
+    before."""
+    # The three vectors, and both outputs.
+    numbers = 5 * convolutions.channels * dtype.itemsize
+    if compiled:
+        return numbers
+    # The product of two vectors; the sum, what is added to it, that as floats, and its product; rows, positions, slots.
+    return numbers + convolutions.channels * (2 * dtype.itemsize + 4 * _FLOAT_BYTES) + 4 * 8
+
+
 def _lora_bytes(config: ModelConfig, dtype: torch.dtype, lora: LoraSize, *, compiled: bool) -> int:
     """An upper bound in bytes of what a layer with adapters takes for a token: all tokens may have the same one."""
     dense = 2 * config.intermediate_size if config.has_dense_layers else 0
@@ -103,6 +119,8 @@ def _lora_bytes(config: ModelConfig, dtype: torch.dtype, lora: LoraSize, *, comp
     if compiled:
         return hidden + inputs * _FLOAT_BYTES  # some types are widened
     outputs = max(config.hidden_size, q_size + 2 * kv_size, dense)
+    if config.convolutions is not None:
+        outputs = max(outputs, 3 * config.convolutions.channels)
     # The inputs of the tokens, and as floats; the products of each stacked matrix and of all, the old and new outputs.
     return hidden + inputs * (dtype.itemsize + _FLOAT_BYTES) + outputs * (3 * _FLOAT_BYTES + 2 * dtype.itemsize)
 

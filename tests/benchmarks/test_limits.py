@@ -10,6 +10,7 @@ from tercet.benchmarks.presets import load_shape
 from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
 from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.short_convolutions import ShortConvolutions
 
 H200 = Ceilings(bytes_per_s=4.3e12, flops_per_s=790e12)
 TOY = ModelConfig(
@@ -83,6 +84,15 @@ def test_a_step_reads_only_chosen_experts() -> None:
     prompts, outputs = [5, 9], [3, 2]
     steps = [decode_step_s(cost, lens, H200) for lens in ([6, 10], [7])]
     assert workload_s(cost, prompts, outputs, H200) == pytest.approx(prefill_s(cost, prompts, H200) + sum(steps))
+
+
+def test_a_convolution_has_weights_and_no_pairs() -> None:
+    config = replace(TOY, architecture="Lfm2ForCausalLM", convolutions=ShortConvolutions((0, 2), 8, width=3))
+    of_attention, of_convolution = 8 * (24 + 2 * 12) + 24 * 8, 8 * 3 * 8 + 8 * 8 + 8 * 3
+    cost, attention = cost_of(config), cost_of(TOY)
+    assert cost.attention_flops_per_pair == attention.attention_flops_per_pair / 3
+    assert attention.layer_flops_per_token - cost.layer_flops_per_token == 2 * 2 * (of_attention - of_convolution)
+    assert attention.weight_bytes - cost.weight_bytes == 2 * 2 * (of_attention - of_convolution)
 
 
 def test_a_workload_is_its_prefill_and_its_steps() -> None:

@@ -9,6 +9,7 @@ import torch
 from bench_models import tiny_flags
 from runner_driver import RunnerDriver
 from runners import make_runner
+from tiny_convolution_configs import CONVOLUTION_CONFIGS
 from tiny_latent_configs import LATENT_CONFIGS
 
 from tercet.benchmarks.local_engine import DirectBatch, TimedEngine
@@ -40,6 +41,17 @@ def test_a_direct_batch_fills_the_pool_of_latent_attention(page_size: int, tmp_p
         pool = made.runner.kv_pool
         k, v = pool.get_kv(0, torch.from_numpy(batch._table[batch.rows[0], :19].astype(np.int64)))
         assert k.any() and torch.equal(v, k[..., :64])
+
+
+def test_a_direct_batch_fills_what_convolutions_read(tmp_path: Path) -> None:
+    CONVOLUTION_CONFIGS["lfm2"]().save_pretrained(tmp_path)
+    settings = {"model_path": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu"}
+    made = TimedEngine(ServerArgs(**settings, max_total_tokens=512, max_running_requests=4))
+    with DirectBatch.of(made, 2, 20, 3) as batch:
+        assert batch.decode(3) > 0
+        pool, slots = made.runner.kv_pool, torch.from_numpy(batch._table[batch.rows[0], :19].astype(np.int64))
+        assert len(pool.k_buffer) == 1 and len(pool.conv_buffer) == 3
+        assert all(tensor.all() for tensor in (*pool.get_kv(0, slots), *(stored[slots] for stored in pool.conv_buffer)))
 
 
 @pytest.fixture

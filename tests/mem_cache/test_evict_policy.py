@@ -8,6 +8,7 @@ from tercet.mem_cache.evict_policy import EVICT_POLICIES, MAX_EXTRA_COST, Value,
 from tercet.srt.model_files.experts_config import ExpertsConfig, SharedExpert
 from tercet.srt.model_files.latent_config import LatentConfig
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.short_convolutions import ShortConvolutions
 
 
 @dataclass
@@ -85,6 +86,23 @@ def test_only_the_experts_of_a_token_count_in_the_cost_of_its_weights() -> None:
     assert equal_cost_depth(mixed) == (8 * 24 + 3 * 8 * (100 + 3 * 12) / 4) / 16
     shared = replace(mixed, experts=replace(mixed.experts, shared=SharedExpert(5, has_gate=True)))
     assert equal_cost_depth(shared) == (8 * 24 + 3 * 8 * (100 + 3 * (12 + 5)) / 4) / 16
+
+
+def test_layers_without_attention_add_weights_only() -> None:
+    config = ModelConfig(
+        architecture="Lfm2ForCausalLM",
+        hidden_size=8,
+        intermediate_size=12,
+        num_layers=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        convolutions=ShortConvolutions((0, 1, 3), channels=8, width=3),
+        vocab_size=9,
+        context_len=9,
+    )
+    of_convolutions = 3 * (8 * 3 * 8 + 8 * 8)
+    assert equal_cost_depth(config) == (8 * 24 + of_convolutions + 4 * 3 * 8 * 12) / 16
 
 
 @pytest.mark.parametrize(("query_rank", "of_queries"), [(None, 8 * 2 * 7), (3, 3 * (8 + 2 * 7))])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from patience import PATIENCE_S
 
-from tercet.mem_cache.token_to_kv_pool import TokenToKVPool
+from tercet.mem_cache.token_to_kv_pool import StoredConvolutions, TokenToKVPool
 
 
 def make_pool(page_size: int = 4, dtype: torch.dtype = torch.bfloat16) -> TokenToKVPool:
@@ -45,6 +45,22 @@ def test_touching_writes_zeros_to_the_pages_of_these_slots_only(panel: int | Non
     is_written = (pool.read_pages(pages) == 0).any(dim=1)
     assert is_written.tolist() == [False, False, True, False]
     assert pool.bytes_per_slot == TokenToKVPool.bytes_per_token(2, 3, 32, torch.float32)
+
+
+@pytest.mark.parametrize("panel", [None, 16])
+def test_pages_hold_what_convolutions_store(panel: int | None) -> None:
+    stored = StoredConvolutions(3, 40, torch.float32)
+    sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 32, "dtype": torch.bfloat16, "device": "cpu"}
+    pools = [TokenToKVPool(96, 32, **sizes, panel=panel, convolutions=stored) for _ in range(2)]
+    one, other = pools
+    assert [(buffer.shape, buffer.dtype) for buffer in one.conv_buffer] == [((128, 40), torch.float32)] * 3
+    assert one.bytes_per_slot == TokenToKVPool.bytes_per_token(2, 3, 32, torch.bfloat16) + 3 * 40 * 4
+    for layer, buffer in enumerate(one.conv_buffer):
+        buffer[:] = torch.arange(128.0)[:, None] + 1000 * layer
+    other.write_pages(torch.tensor([3, 1]), one.read_pages(torch.tensor([1, 2])))
+    for mine, theirs in zip(one.conv_buffer, other.conv_buffer, strict=True):
+        assert torch.equal(theirs[96:128], mine[32:64]) and torch.equal(theirs[32:64], mine[64:96])
+        assert not theirs[:32].any() and not theirs[64:96].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

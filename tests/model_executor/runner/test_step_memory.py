@@ -30,6 +30,7 @@ from tercet.model_executor.runner.step_memory import activation_bytes, bytes_in_
 from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig, SharedExpert
 from tercet.srt.model_files.latent_config import LatentConfig
+from tercet.srt.model_files.short_convolutions import ShortConvolutions
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
 EXPERTS = ExpertsConfig(num_experts=64, num_experts_per_token=8, intermediate_size=32, normalized=True)
@@ -48,6 +49,14 @@ def with_latent(latent, num_heads):
     return {
         "architecture": "YoutuForCausalLM", "latent": latent, "num_heads": num_heads, "num_kv_heads": 1,
         "head_dim": latent.key_dim, "qk_norm": None, "sliding_windows": (),
+    }  # fmt: skip
+
+
+def with_convolutions(**sizes):
+    config = replace(CONFIG, **sizes)
+    convolutions = ShortConvolutions((0, 2), config.hidden_size, 3, has_bias=True)
+    return sizes | {
+        "architecture": "Lfm2ForCausalLM", "num_layers": 4, "sliding_windows": (), "convolutions": convolutions,
     }  # fmt: skip
 
 
@@ -71,6 +80,8 @@ SHAPES = {
     "latents without those of queries": with_latent(LATENT._replace(query_rank=None), 8),
     "latents of wide queries": with_latent(LATENT._replace(query_rank=4096), 1),
     "short latents": with_latent(LatentConfig(32, 224, 32, 256), 8),
+    "convolutions": with_convolutions(),
+    "wide convolutions": with_convolutions(hidden_size=1024, num_heads=4, intermediate_size=64),
     "gemma": GEMMA,
     "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
     "olmo": OLMO,
