@@ -19,6 +19,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
@@ -58,6 +59,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 24,
 }
+ATTENTION = ["full_attention"] * 3
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 SMALL_THETA = {"rope_type": "default", "rope_theta": 1000.0}
@@ -189,6 +191,16 @@ CONFIGS = {
     ),
     "granitemoeshared_biases": lambda: GraniteMoeSharedConfig(
         **GRANITE, attention_bias=True, num_local_experts=3, shared_intermediate_size=128
+    ),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **GRANITE,
+        layer_types=ATTENTION,
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        position_embedding_type="rope",
+    ),
+    "granitemoehybrid_experts": lambda: GraniteMoeHybridConfig(
+        **GRANITE, layer_types=ATTENTION, num_local_experts=3, shared_intermediate_size=64, tie_word_embeddings=True
     ),
     "granitemoeshared_none": lambda: GraniteMoeSharedConfig(**GRANITE, num_local_experts=3),
     # The configs of GLM add their partial_rotary_factor to the dict that they get.

@@ -97,7 +97,7 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     if family.stacked_qkv:
         q, k, v = stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
     if family.stacked_gate_up:
-        gate, up = stacked("mlp.gate_up_proj", inter, inter)
+        gate, up = stacked(names.gate_up, inter, inter)
     if config.rope.rotary_dim is not None or family.interleaved_rotary:
         order = half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
         q, k = q._replace(head_order=order), k._replace(head_order=order)

@@ -9,13 +9,11 @@ from .experts_config import (
     ERNIE_NAMES,
     GLM_NAMES,
     GPT_OSS_NAMES,
-    GRANITE_NAMES,
     MIXTRAL_NAMES,
     ClampedGate,
     ernie_experts,
     ernie_gguf_experts,
     gpt_oss_experts,
-    granite_experts,
     mixtral_experts,
     olmoe_experts,
     qwen2_experts,
@@ -24,6 +22,7 @@ from .experts_config import (
 from .experts_deepseek import DEEPSEEK_GGUF_KEYS, dots_experts, glm_experts, glm_gguf_experts
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
+from .granite_families import GRANITE_FAMILIES
 from .latent_families import LATENT_FAMILIES
 from .layer_windows import (
     no_window,
@@ -74,26 +73,6 @@ _GLM = Family(
         "partial_rotary_factor": 0.5,
         "eos_token_id": [151329, 151336, 151338],
     },
-)
-
-_GRANITE = Family(
-    "granite",
-    "decoder",
-    no_window,
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    has_multipliers=True,
-    defaults={"bos_token_id": 1, "eos_token_id": 2},
-)
-
-_GRANITE_MOE = dataclasses.replace(
-    _GRANITE,
-    model_type="granitemoe",
-    mlp_bias=False,
-    experts=mixtral_experts,
-    expert_names=GRANITE_NAMES,
-    gguf_shared_gate=False,
 )
 
 _ERNIE = Family(
@@ -233,11 +212,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_OLMO2.defaults | {"sliding_window": 4096},
         gguf_window_period=4,
     ),
-    "GraniteForCausalLM": _GRANITE,
-    "GraniteMoeForCausalLM": _GRANITE_MOE,
-    "GraniteMoeSharedForCausalLM": dataclasses.replace(
-        _GRANITE_MOE, model_type="granitemoeshared", experts=granite_experts
-    ),
+    **GRANITE_FAMILIES,
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": dataclasses.replace(
         _GLM,

@@ -25,6 +25,8 @@ class LayerNames(NamedTuple):
     o_proj: str = "self_attn.o_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str = "mlp.gate_up_proj"
+    """of a checkpoint that has one tensor for both"""
     down: str = "mlp.down_proj"
     last_norm: str = "model.norm"
 

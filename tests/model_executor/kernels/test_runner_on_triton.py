@@ -29,6 +29,7 @@ from tercet.srt.model_files.load_config import load_model_config
         ("granitemoe", False),
         ("granitemoe_biases", True),
         ("granitemoeshared", True),
+        ("granitemoehybrid", False),
         ("granitemoeshared_biases", False),
         ("qwen2_moe", False),
         ("qwen2_moe_all", True),

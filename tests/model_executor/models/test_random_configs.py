@@ -177,6 +177,11 @@ OF_FAMILY = {
         ),
         st.builds(dict.__or__, fixed(moe_intermediate_size=[16, 48], n_shared_experts=[1, 3]), EXPERTS_IN_GROUPS),
     ),
+    "granitemoehybrid": st.builds(
+        dict.__or__,
+        fixed(num_hidden_layers=[2], layer_types=[["attention"] * 2], num_local_experts=[0, 3]),
+        some(shared_intermediate_size=[48], position_embedding_type=["rope", None], residual_multiplier=[0.3]),
+    ),
     "arcee": some(attention_bias=[False, True], mlp_bias=[False, True]),
     "deepseek_v2": st.builds(
         dict.__or__,

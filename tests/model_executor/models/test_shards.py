@@ -154,6 +154,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "glm4_moe_sparse",
         "dots1_window",
         "ernie4_5_moe",
+        "granitemoehybrid_experts",
         "lfm2",
         "lfm2_moe",
     ],
@@ -186,6 +187,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "ministral3",
         "hunyuan_v1_dense",
         "lfm2_bias",
+        "granitemoehybrid",
     ],
 )
 def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> None:

@@ -175,6 +175,13 @@ EXPERTS = {
         gate=ClampedGate(1.702, 7.0),
         has_biases=True,
     ),
+    "granitemoehybrid_experts": ExpertsConfig(
+        num_experts=3,
+        num_experts_per_token=2,
+        intermediate_size=96,
+        normalized=True,
+        shared=SharedExpert(64, has_gate=False),
+    ),
     "lfm2_moe": ExpertsConfig(
         num_experts=8,
         num_experts_per_token=3,
@@ -204,6 +211,8 @@ def test_what_transformers_writes(name, tmp_path):
         "glm4_moe_groups": (32, 32),
         "dots1": (96, 32, 64),
         "lfm2_moe": (96, 32),
+        "granitemoehybrid": (48,),
+        "granitemoehybrid_experts": (96, 64),
         "dots1_window": (64, 64),
         "ernie4_5_moe": (96, 32, 64),
         "ernie4_5_moe_sparse": (64,),

@@ -11,8 +11,11 @@ from hf_configs import assert_equals_transformers, load
 from tiny_models import make_model
 from transformers import AutoConfig
 
+from tercet.srt.errors import ModelNotSupported
+from tercet.srt.model_files.experts_config import SharedExpert
 from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.rope_config import NO_ROTATION
 
 # The config.json of granite-3.1-2b-instruct.
 GRANITE: dict[str, Any] = {
@@ -97,3 +100,27 @@ def test_gguf(tmp_path: Path) -> None:
         of(rope__scaling__finetuned=False)
     with pytest.raises(ValueError, match=r"llama\.logit_scale=8.0 is not supported"):
         of("llama", logit_scale=8.0)
+
+
+def test_a_granite_4_without_experts_and_mamba(tmp_path: Path) -> None:
+    """The keys of granite-4.0-micro that others of the family have with other values."""
+    keys = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_local_experts": 0}
+    keys |= {"layer_types": ["attention"] * 40, "shared_intermediate_size": 512, "position_embedding_type": "rope"}
+    config = load(tmp_path, GRANITE | keys)
+    assert (config.intermediate_size, config.experts, config.ropes[0].theta) == (512, None, 5e6)
+    assert factors(config) == (12.0, 0.22, 1 / 64, 8.0)
+    older = {"layer_types": None, "layers_block_type": ["attention"] * 40, "position_embedding_type": "nope"}
+    config = load(tmp_path, GRANITE | keys | older)
+    assert set(config.ropes) == {NO_ROTATION}
+    config = load(tmp_path, GRANITE | keys | {"num_local_experts": 4, "num_experts_per_tok": 3})
+    assert config.experts is not None and config.experts.shared == SharedExpert(512, has_gate=False)
+    assert config.experts.num_experts_per_token == 3 and config.intermediate_size == 8192
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"layer_types": ["attention", "mamba"] * 20}, "layer_types must be 'attention' or 'full_attention' for each"),
+        ({"layer_types": ["attention"]}, "layer_types must be"),
+        ({"layer_types": None}, r"layers_block_type must be .*, got \['linear_attention'\]"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type must be rope, nope or null, got 'alibi'"),
+    ]
+    for changes, message in refused:
+        with pytest.raises(ModelNotSupported, match=message):
+            load(tmp_path, GRANITE | keys | changes)
