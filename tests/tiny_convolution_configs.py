@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import Lfm2Config, Lfm2MoeConfig
+from transformers import Lfm2Config, Lfm2MoeConfig, Lfm3Config
 
 BASE = {
     "vocab_size": 131,
@@ -25,6 +25,28 @@ CONVOLUTION_CONFIGS = {
         conv_bias=True,
         conv_L_cache=5,
         tie_word_embeddings=False,
+    ),
+    "lfm3": lambda: Lfm3Config(
+        **BASE | {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
+        bos_token_id=1,
+        head_dim=24,
+        intermediate_size=96,
+        sliding_window=7,
+    ),
+    "lfm3_plain": lambda: Lfm3Config(
+        **BASE | {"layer_types": ["sliding_attention", "conv", "full_attention"], "num_hidden_layers": 3},
+        bos_token_id=1,
+        head_dim=16,
+        intermediate_size=96,
+        sliding_window=5,
+        conv_bias=True,
+        use_attention_gate=False,
+        use_sandwich_norm=False,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
     ),
     "lfm2_moe": lambda: Lfm2MoeConfig(
         **BASE,

@@ -73,10 +73,11 @@ inline void rotate_and_store_op(
   const auto type = qkv.scalar_type();
   const KVPoolShape pool = check_equal_pools(k_pool, v_pool, type);
   const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
+  TORCH_CHECK(qkv.dim() == 2, "qkv must be a matrix, got ", qkv.sizes());
   const int64_t tokens = qkv.size(0), num_positions = cos_sin.size(0), num_slots = pool.slots;
   const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
   TORCH_CHECK(heads > 0 && heads % kv_heads == 0 && dim % 2 == 0, "qkv does not fit the pool");
-  check(qkv, "qkv", type, {tokens, (heads + 2 * kv_heads) * dim});
+  check_rows(qkv, "qkv", type, {tokens, (heads + 2 * kv_heads) * dim});
   check(positions, "positions", at::kLong, {tokens});
   check(slots, "slots", at::kLong, {tokens});
   check(cos_sin, "cos_sin", at::kFloat, {num_positions, dim});
@@ -89,7 +90,7 @@ inline void rotate_and_store_op(
   const auto call = [&]<typename T>(T, const auto&... panels) {
     const Heads<T> shape{
         heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<float>(q_norm), data_or_null<float>(k_norm),
-        norms_rows, norm_after, eps, data_or_null<float>(q_scales)};
+        norms_rows, norm_after, eps, data_or_null<float>(q_scales), qkv.stride(0)};
     run_or_record(
         tokens,
         [=,

@@ -57,9 +57,7 @@ inline Tensor short_convolution_op(
     check(*starts, "starts", at::kLong, {num_requests + 1});
   else
     TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
-  TORCH_CHECK(
-      stored.device().is_cpu() && stored.scalar_type() == type && stored.size(1) == channels && stored.stride(1) == 1,
-      "stored must have rows of ", channels, " neighbours of ", type, ", got ", stored.sizes());
+  check_rows(stored, "stored", type, {stored.size(0), channels});
   const auto out = empty_result({tokens, channels}, projected.options());
   TERCET_ANY_FLOAT(type, [&] {
     const ConvolvedTokens<scalar_t> in{

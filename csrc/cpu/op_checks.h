@@ -42,6 +42,13 @@ inline void check(const Tensor& tensor, const char* name, at::ScalarType type, a
   TORCH_CHECK(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
 }
 
+/// Checks a matrix, or a view of one, whose rows are contiguous.
+inline void check_rows(const Tensor& tensor, const char* name, at::ScalarType type, at::IntArrayRef shape) {
+  TORCH_CHECK(tensor.device().is_cpu() && tensor.scalar_type() == type, name, " must be ", type, " on the CPU");
+  TORCH_CHECK(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
+  TORCH_CHECK(tensor.stride(1) == 1 || shape[1] == 1, "rows of ", name, " must be contiguous");
+}
+
 /// Checks `count` indices, of which each must be in [0, size). The loop has no branches, so that it is vectorised.
 template <typename T>
 void check_indices(const T* indices, int64_t count, const char* name, int64_t size) {

@@ -22,9 +22,8 @@ struct Heads {
   double eps;
   /// [context]: what the queries of a position are multiplied by; nullptr: by nothing
   const float* q_scales;
-
-  /// Numbers of a token: its queries, keys and values.
-  int64_t row_size() const { return (heads + 2 * kv_heads) * head_dim; }
+  /// Numbers from a token to the next one. A token has queries, keys and values, and may have others after them.
+  int64_t row_stride;
 };
 
 /// Rotates one head in place: component i rotates with component i + dim / 2. Before, multiplies it by `scale`, and by
@@ -85,12 +84,12 @@ void for_each_run_of_slots(const int64_t* slots, int64_t tokens, int64_t row_siz
   });
 }
 
-/// Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls
+/// Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim], a view, in place. Calls
 /// store(keys of the first token, slot of the first token, tokens) for each run of slots.
 template <typename T, typename Store>
 void rotate_and_store(
     T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, const Store& store) {
-  const int64_t row_size = h.row_size();
+  const int64_t row_size = h.row_stride;
   for_each_run_of_slots(slots, tokens, row_size, [&](int64_t run, int64_t next, int64_t end) {
     for (int64_t token = run; token < next; ++token) {
       T* row = qkv + token * row_size;
@@ -107,7 +106,7 @@ void rotate_and_store(
     T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
   const int64_t size = h.kv_heads * h.head_dim;
   rotate_and_store(qkv, tokens, positions, slots, h, [&](const T* keys, int64_t slot, int64_t count) {
-    for (int64_t i = 0; i < count; ++i, keys += h.row_size()) {
+    for (int64_t i = 0; i < count; ++i, keys += h.row_stride) {
       std::copy_n(keys, size, k_pool + (slot + i) * size);
       std::copy_n(keys + size, size, v_pool + (slot + i) * size);
     }
@@ -121,8 +120,8 @@ void rotate_and_store(
     const KVPanels<T>& panels) {
   rotate_and_store(qkv, tokens, positions, slots, h, [&](const T* keys, int64_t slot, int64_t count) {
     for (int64_t head = 0; head < h.kv_heads; ++head, keys += h.head_dim) {
-      panels.store_keys(keys, h.row_size(), slot, count, head, k_pool);
-      panels.store_values(keys + h.kv_heads * h.head_dim, h.row_size(), slot, count, head, v_pool);
+      panels.store_keys(keys, h.row_stride, slot, count, head, k_pool);
+      panels.store_values(keys + h.kv_heads * h.head_dim, h.row_stride, slot, count, head, v_pool);
     }
   });
 }

@@ -92,6 +92,9 @@ class LoraLayers:
     ) -> AttentionLayer:
         return self._layers.latent_attention(layer_id, backend, sizes, layers)
 
+    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
+        return self._layers.gated_heads(attention, num_heads)
+
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return self._layers.convolution(stored, weights)
 

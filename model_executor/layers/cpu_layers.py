@@ -22,6 +22,7 @@ from .cpu_latent import CpuLatentAttention
 from .cpu_lora import CpuLoraGatedLinear, FusedGates
 from .embedding import Embedding, ScaledEmbedding
 from .experts import Expert, ExpertWeights, RouterWeights, WithSharedExpert
+from .head_gates import HeadGates
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .latent_attention import LatentAttention, LatentLayers, angles_of_halves
 from .layernorm import RMSNorm
@@ -283,6 +284,9 @@ class CpuLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, _angles)
+
+    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
+        return HeadGates(attention, num_heads, _ops.gate_heads)
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return CpuShortConvolution(stored, weights)

@@ -22,6 +22,7 @@ from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding, ScaledEmbedding
 from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights, WithSharedExpert
+from .head_gates import HeadGates, gate_heads
 from .latent_attention import LatentAttention, LatentLayers, same_angles
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
@@ -76,6 +77,9 @@ class LayerKinds(Protocol):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         """Make latent attention. `layers`: made by `norm` and `linear`."""
+
+    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
+        """Make attention with gates (HeadGates). `attention`: made by `attention`."""
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         """Make a short convolution. `stored`: a `TokenToKVPool.conv_buffer`, [slots, channels]."""
@@ -154,6 +158,9 @@ class TorchLayers:
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, same_angles)
+
+    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
+        return HeadGates(attention, num_heads, gate_heads)
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return ShortConvolution(stored, weights)

@@ -13,6 +13,7 @@ from ...srt.model_files.rope_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     QueryScale,
     RopeConfig,
     YarnScaling,
@@ -134,6 +135,8 @@ def _scaled(frequencies: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> tup
             return frequencies, 1.0
         case LinearScaling(factor):
             return frequencies / factor, 1.0
+        case ProportionalScaling(rotated, factor):
+            return torch.where(torch.arange(len(frequencies)) < rotated, frequencies / factor, 0), 1.0
         case FrequencyDivisors(divisors, factor):
             return frequencies / torch.tensor(divisors), factor
         case Llama3Scaling():

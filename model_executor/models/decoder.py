@@ -242,7 +242,8 @@ def _mixer(
     if config.qk_norm:
         q_norm, k_norm = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
         qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, norm_after=config.qk_norm == "rotated_heads")
-    return layers.attention(place, backend, qk_norm, params.get(sinks_name(layer_id)))
+    attention = layers.attention(place, backend, qk_norm, params.get(sinks_name(layer_id)))
+    return layers.gated_heads(attention, config.num_heads) if config.head_gates else attention
 
 
 def _latent_layers(config: ModelConfig, layer_id: int, params: Parameters, layers: LayerKinds) -> LatentLayers:

@@ -102,8 +102,9 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         order = half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
         q, k = q._replace(head_order=order), k._replace(head_order=order)
     attended = config.num_heads * config.value_dim
+    of_attention = (q, k, v, Part(names.head_gates, (config.num_heads,))) if config.head_gates else (q, k, v)
     linears = {
-        "qkv_proj": LinearParts((q, k, v), hidden, config.qkv_bias, Split.COLUMNS),
+        "qkv_proj": LinearParts(of_attention, hidden, config.qkv_bias, Split.COLUMNS),
         "o_proj": LinearParts((Part(names.o_proj, (hidden,)),), attended, config.o_bias, Split.ROWS),
     }
     latent = config.latent

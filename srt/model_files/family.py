@@ -11,6 +11,8 @@ from .layer_windows import SlidingWindows
 from .settings import Settings
 from .short_convolutions import ShortConvolutions
 
+MAX_LAYERS = 10_000
+"""Most layers of a model that a file may describe."""
 QKNormKind: TypeAlias = Literal["heads", "rows", "rotated_heads"]
 """What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads.
 rotated_heads: each head, after its rotation. The other norms come before it."""
@@ -23,6 +25,7 @@ class LayerNames(NamedTuple):
     feed_forward_norm: str = "post_attention_layernorm"
     """of the input of the feed-forward layer"""
     o_proj: str = "self_attn.o_proj"
+    head_gates: str = "self_attn.gate_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str = "mlp.gate_up_proj"
@@ -116,6 +119,10 @@ class Family:
     """`ModelConfig.input_norms`"""
     output_norms: bool = False
     """`ModelConfig.output_norms`"""
+    output_norms_key: str | None = None
+    """the key of config.json that says whether the model has these norms; None: `output_norms` does"""
+    head_gates_key: str | None = None
+    """the key of config.json that says whether attention has `ModelConfig.head_gates`; None: it has none"""
     output_norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     """their names in a checkpoint: of attention, and of the feed-forward layer"""
     norm_offset: float = 0.0

@@ -13,7 +13,7 @@ from ..errors import ModelNotSupported
 from .experts_config import SHARED_LENGTH_KEY, ExpertsConfig, gguf_experts
 from .experts_deepseek import SIGMOID
 from .families import FAMILIES, SOFT_CAP_KEYS
-from .family import Family
+from .family import MAX_LAYERS, Family
 from .generation_defaults import GGUF_KEYS, read_generation_defaults
 from .gguf_architectures import (
     GGUF_ARCHITECTURES,
@@ -26,7 +26,7 @@ from .gguf_model import GGUFModel
 from .gguf_rope import GGUF_DIVISORS, QUERY_SCALE_KEYS, GGUFDivisors, rope_from_gguf
 from .latent_config import GGUF_LATENT_KEYS, gguf_latent_scale, latent_from_gguf
 from .layer_windows import SlidingWindows, local_windows
-from .model_config import MAX_LAYERS, ModelConfig, activations_of
+from .model_config import ModelConfig, activations_of
 from .rope_config import RopeConfig, layer_ropes, ropes_of_windows
 from .settings import Settings, quote
 

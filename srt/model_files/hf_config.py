@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .families import FAMILIES, SOFT_CAP_KEYS, not_in_families
-from .family import Family
+from .family import MAX_LAYERS, Family
 from .generation_defaults import HF_KEYS, read_generation_defaults
 from .latent_config import latent_from_hf, latent_scale
-from .model_config import MAX_LAYERS, Activation, ModelConfig, UngatedActivation, activations_of
+from .model_config import Activation, ModelConfig, UngatedActivation, activations_of
 from .quantization_config import read_quantization_config
 from .rope_config import layer_ropes, rope_from_hf, ropes_from_hf, ropes_of_windows
 from .settings import Settings
@@ -106,7 +106,8 @@ def config_from_hf(
         scores_soft_cap=soft_caps[0],
         logits_soft_cap=soft_caps[1],
         input_norms=family.input_norms,
-        output_norms=family.output_norms,
+        output_norms=family.output_norms if family.output_norms_key is None else config.flag(family.output_norms_key),
+        head_gates=family.head_gates_key is not None and config.flag(family.head_gates_key),
         norm_offset=family.norm_offset,
         tie_word_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
         qkv_bias=_has_bias(config, family.qkv_bias),

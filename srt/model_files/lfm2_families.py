@@ -1,12 +1,13 @@
-"""The families of LFM2 and LFM2-MoE (arXiv 2511.23404)."""
+"""The families of LFM2 and LFM2-MoE (arXiv 2511.23404), and of LFM3."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from .experts_config import ExpertNames, ExpertsConfig
-from .family import Family, LayerNames
-from .layer_windows import no_window
+from .family import MAX_LAYERS, Family, LayerNames
+from .layer_windows import SlidingWindows, no_window
 from .settings import Settings
 from .short_convolutions import convolutions_from_hf
 
@@ -81,8 +82,57 @@ _LFM2 = Family(
         "eos_token_id": 2,
     },
 )
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_LFM3_ROPES = {
+    _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def _of_lfm3(config: Settings) -> Settings:
+    num_layers = config.integer("num_hidden_layers", 24, maximum=MAX_LAYERS)
+    kinds = [_FULL if layer % 4 == 2 else "conv" if layer % 4 or not layer else _SLIDING for layer in range(num_layers)]
+    defaults = {"num_hidden_layers": num_layers, "layer_types": kinds, "rope_parameters": _LFM3_ROPES}
+    given = {key: default for key, default in defaults.items() if config.get(key) is None}
+    return _with_llama_keys(config).with_values(given)
+
+
+def _windows(config: Settings, num_layers: int) -> SlidingWindows:
+    kinds = config.texts("layer_types") or []
+    window = config.integer("sliding_window") if _SLIDING in kinds else None
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+_LFM3 = dataclasses.replace(
+    _LFM2,
+    model_type="lfm3",
+    sliding_windows=_windows,
+    qk_norm_names=("q_norm", "k_norm"),
+    default_head_dim=128,
+    has_local_rope=True,
+    layer_names=_LAYER_NAMES._replace(o_proj="self_attn.o_proj"),
+    convolutions=partial(convolutions_from_hf, attention=(_FULL, _SLIDING)),
+    with_llama_keys=_of_lfm3,
+    output_norms_key="use_sandwich_norm",
+    output_norm_names=("post_operator_norm", "post_ffn_norm"),
+    head_gates_key="use_attention_gate",
+    defaults={
+        "num_key_value_heads": 4,
+        "vocab_size": 128_000,
+        "max_position_embeddings": 128_000,
+        "sliding_window": 256,
+        "conv_L_cache": 7,
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+        "bos_token_id": 124_894,
+        "eos_token_id": 124_900,
+    },
+)
 LFM2_FAMILIES = {
     "Lfm2ForCausalLM": _LFM2,
+    "Lfm3ForCausalLM": _LFM3,
     "Lfm2MoeForCausalLM": dataclasses.replace(
         _LFM2, model_type="lfm2_moe", with_llama_keys=_with_llama_keys, experts=_experts, expert_names=_EXPERT_NAMES
     ),

@@ -42,8 +42,6 @@ _SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "context_len",
 )  # fmt: skip
-MAX_LAYERS = 10_000
-"""Most layers of a model that a file may describe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +87,8 @@ class ModelConfig:
     """whether the residual is normalised before attention and feed-forward layers"""
     output_norms: bool = False
     """whether the outputs of attention and feed-forward layers are normalised before they are added to the residual"""
+    head_gates: bool = False
+    """whether the output of each head is multiplied by the sigmoid of a linear function of the layer's input"""
     norm_offset: float = 0.0
     """what is added to each weight of a norm that a checkpoint has"""
     tie_word_embeddings: bool = False

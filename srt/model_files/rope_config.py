@@ -27,6 +27,17 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `rotated` frequencies of a head are kept, and divided by `factor`. The others are 0.
+
+    So the kept ones are those of a whole head, unlike those of `RopeConfig.rotary_dim`.
+    """
+
+    rotated: int
+    factor: float
+
+
+@dataclass(frozen=True)
 class Llama3Scaling:
     """The scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, with a ramp between them."""
 
@@ -74,7 +85,9 @@ class LongRopeScaling:
     attention_factor: float
 
 
-RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | FrequencyDivisors | LongRopeScaling
+RopeScaling: TypeAlias = (
+    LinearScaling | ProportionalScaling | Llama3Scaling | YarnScaling | FrequencyDivisors | LongRopeScaling
+)
 
 
 class QueryScale(NamedTuple):
@@ -184,7 +197,9 @@ def _rope_of(params: Settings, config: Settings, family: Family, context_len: in
     rope_type = params.text("rope_type") or old_type or "default"
     theta_of = params if params.get("rope_theta") is not None else config
     theta = theta_of.number("rope_theta", family.default_rope_theta, above=1)
-    rotary_dim = _rotary_dim(params, config, head_dim, family.partial_rotary)
+    rotary_dim = head_dim
+    if rope_type != "proportional":  # it keeps frequencies of the whole head
+        rotary_dim = _rotary_dim(params, config, head_dim, family.partial_rotary)
     is_stretched = family.has_rope_alpha and rope_type == "dynamic"
     if is_stretched:
         theta *= _stretch(params, head_dim)
@@ -266,6 +281,13 @@ def _linear(params: Settings, sizes: _Sizes) -> RopeScaling:
     return LinearScaling(params.number("factor"))
 
 
+def _proportional(params: Settings, sizes: _Sizes) -> RopeScaling:
+    part = params.number("partial_rotary_factor", 1.0)
+    if part > 1:
+        raise params.refusal("partial_rotary_factor", "at most 1", part)
+    return ProportionalScaling(int(part * sizes.rotary_dim // 2), params.number("factor", 1.0))
+
+
 def _llama3(params: Settings, sizes: _Sizes) -> RopeScaling:
     low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
     if low >= high:
@@ -343,6 +365,7 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 # There is no "dynamic": its frequencies depend on the length, so cached keys would have the wrong rotation.
 _FROM_HF: dict[str, Callable[[Settings, _Sizes], RopeScaling | None]] = {
     "default": _default,
+    "proportional": _proportional,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .settings import Settings
 
-_KINDS = ("conv", "full_attention")
+_CONVOLUTION, _ATTENTION = "conv", "full_attention"
 
 
 class ShortConvolutions(NamedTuple):
@@ -26,8 +26,13 @@ class ShortConvolutions(NamedTuple):
     """whether the convolution and the linear layers around it have biases"""
 
 
-def convolutions_from_hf(config: Settings, num_layers: int) -> ShortConvolutions | None:
-    """Read config.json. None: all layers have attention. Raises ValueError that names a key that is out of range."""
+def convolutions_from_hf(
+    config: Settings, num_layers: int, attention: tuple[str, ...] = (_ATTENTION,)
+) -> ShortConvolutions | None:
+    """Read config.json. None: all layers have attention. Raises ValueError that names a key that is out of range.
+
+    `attention`: the names of layers with attention in `layer_types`.
+    """
     kinds = config.texts("layer_types")
     if kinds is None:
         with_attention = set(range(num_layers))
@@ -35,9 +40,10 @@ def convolutions_from_hf(config: Settings, num_layers: int) -> ShortConvolutions
             with_attention = set(config.integers("full_attn_idxs"))
             if max(with_attention, default=0) >= num_layers:
                 raise config.refusal("full_attn_idxs", f"layers below {num_layers}", sorted(with_attention))
-        kinds = [_KINDS[layer in with_attention] for layer in range(num_layers)]
-    if len(kinds) != num_layers or not set(_KINDS) >= set(kinds):
-        raise config.refusal("layer_types", f"'conv' or 'full_attention' for each of {num_layers} layers", kinds)
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
+        kinds = [_ATTENTION if layer in with_attention else _CONVOLUTION for layer in range(num_layers)]
+    known = (_CONVOLUTION, *attention)
+    if len(kinds) != num_layers or not set(known) >= set(kinds):
+        raise config.refusal("layer_types", f"{' or '.join(map(repr, known))} for each of {num_layers} layers", kinds)
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _CONVOLUTION)
     width, has_bias = config.integer("conv_L_cache", 3), config.flag("conv_bias")
     return ShortConvolutions(layers, config.integer("hidden_size"), width, has_bias) if layers else None

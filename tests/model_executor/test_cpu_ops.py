@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.activation import gated_activation, square_relu
+from tercet.model_executor.layers.head_gates import gate_heads
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -120,6 +121,40 @@ def test_square_relu(dtype, rows, n, seed):
     square_relu(expected)
     ops.square_relu(x)
     assert torch.equal(x.nan_to_num(7), expected.nan_to_num(7)), "the bits of torch"
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(0, 40),
+    heads=st.integers(1, 5),
+    dim=st.sampled_from([1, 20, 32, 33, 128]),
+    seed=st.integers(0, 2**31),
+)
+def test_gate_heads(dtype, rows, heads, dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, heads * dim, generator=generator).to(dtype)
+    gates = (torch.randn(rows, heads + 3, generator=generator) * 9).to(dtype)[:, 3:]
+    before, twin = x.clone(), x.clone()
+    ops.gate_heads(x, gates)
+    gate_heads(twin, gates)
+    expected = before.double().unflatten(1, (heads, dim)) * gates.double().sigmoid()[..., None]
+    if rows:
+        assert_close(x, expected.flatten(1), dtype)
+        assert_close(twin, expected.flatten(1), dtype)
+        ops.gate_heads(before[-1:], gates[-1:])
+        assert torch.equal(before[-1:], x[-1:]), "a row does not depend on the others"
+
+
+def test_gates_that_do_not_fit_are_refused():
+    for x, gates, message in [
+        (torch.zeros(2, 6), torch.zeros(2, 4), "x must have whole heads, got 6 numbers for 4 gates"),
+        (torch.zeros(2, 6), torch.zeros(1, 3), r"gates must have shape \[2, 3\]"),
+        (torch.zeros(2, 6), torch.zeros(3, 2).t(), "rows of gates must be contiguous"),
+        (torch.zeros(2, 6), torch.zeros(2, 3).double(), "gates must be Float"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            ops.gate_heads(x, gates)
 
 
 @settings(max_examples=60)

@@ -39,9 +39,11 @@ def make_rotary(rope, head_dim, context_len):
     head_dim=st.sampled_from([8, 64, 80, 96, 128]),
     normed=st.sampled_from([None, "heads", "rows", "rotated_heads"]),
     scaled=st.booleans(),
+    room=st.sampled_from([0, 3]),
     seed=st.integers(0, 2**31),
 )
-def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, scaled, seed):
+def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, scaled, room, seed):
+    """`room`: numbers after the values of a token, such as gates of heads."""
     generator = torch.Generator().manual_seed(seed)
     heads, pool_size = kv_heads * group, 50
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
@@ -71,11 +73,14 @@ def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, scal
     pools = [torch.full((pool_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
     table, _, q_scales = rotary(positions)
     options = q_scales, normed == "rotated_heads"
-    ops.rotate_and_store(qkv.view(tokens, -1), positions, slots, table, *norms, 1e-5, *pools, *options)
+    wide = torch.cat((qkv.view(tokens, -1), torch.full((tokens, room), 7.0, dtype=dtype)), 1)
+    view = wide[:, : wide.shape[1] - room]
+    qkv = view.view_as(qkv)
+    ops.rotate_and_store(view, positions, slots, table, *norms, 1e-5, *pools, *options)
     # angles in float32: a hundred radians are off by 1e-5
     assert ((qkv[:, :heads].double() - qk[:, :heads]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
     assert ((pools[0][slots].double() - qk[:, heads:]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
-    assert torch.equal(pools[1][slots], v.to(dtype))
+    assert torch.equal(pools[1][slots], v.to(dtype)) and (wide[:, wide.shape[1] - room :] == 7).all()
     untouched = torch.ones(pool_size, dtype=torch.bool).index_fill_(0, slots, False)
     assert (pools[0][untouched] == 7).all() and (pools[1][untouched] == 7).all()
 
@@ -101,7 +106,9 @@ def test_rotate_and_store_in_panels(dtype, head_dim):
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.fill_(math.nan)
         written = pool.k_buffer[0], pool.v_buffer[0]
-        ops.rotate_and_store(qkv.clone(), positions, slots, cos_sin, None, None, 0.0, *written)
+        # Gates of heads may be after the values of a token.
+        view = torch.cat((qkv, torch.full((len(qkv), 5), math.nan, dtype=dtype)), 1)[:, :-5]
+        ops.rotate_and_store(view, positions, slots, cos_sin, None, None, 0.0, *written)
     for ours, theirs in zip(in_panels.get_kv(0, slots), plain.get_kv(0, slots), strict=True):
         assert torch.equal(ours, theirs)
     others = torch.ones(9 * PAGE_OF_PANELS, dtype=torch.bool).index_fill_(0, slots, False).nonzero().flatten()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,16 @@ from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.short_convolutions import ShortConvolutions
 
 CONVOLUTIONS = ShortConvolutions((0, 2), CONFIG.hidden_size, 4)
+KINDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"architecture": "Lfm2ForCausalLM", "sliding_windows": (), "convolutions": CONVOLUTIONS},
+    "lfm3": {
+        "architecture": "Lfm3ForCausalLM",
+        "sliding_windows": (None, 70, None, None),
+        "convolutions": CONVOLUTIONS._replace(has_bias=True),
+        "head_gates": True,
+        "output_norms": True,
+    },
+}
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -37,14 +48,13 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tm
 
 
 @pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
 def test_every_step_has_the_same_bits(
-    variant: tuple[str, str | None, int], has_bias: bool, monkeypatch: pytest.MonkeyPatch
+    variant: tuple[str, str | None, int], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.1)
-    changes = {"architecture": "Lfm2ForCausalLM", "num_layers": 4, "sliding_windows": ()}
-    config = replace(CONFIG, **changes, convolutions=CONVOLUTIONS._replace(has_bias=has_bias))
+    config = replace(CONFIG, num_layers=4, **KINDS[kind])
 
     def driver(**options: object) -> RunnerDriver:
         return RunnerDriver(make_cpu_runner(variant, config, max_running_requests=6, **options))
