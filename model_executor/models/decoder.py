@@ -1,7 +1,7 @@
 """The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 2 MoE, Qwen 3, Phi 3, SmolLM 3, Gemma 2,
 Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, Granite 4 without Mamba, GLM-4, GLM-4.5, GLM-4.7-Flash,
 dots.llm1, DeepSeek V2, DeepSeek V3, Youtu-LLM, MiniCPM 3, Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee AFM, Ministral 3,
-Hunyuan, GPT-OSS and LFM2.
+Hunyuan, GPT-OSS, LFM2 and LFM3.
 
 Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ...srt.model_files.families import FAMILIES
+from ...srt.model_files.family import Family
 from ...srt.model_files.files import has_file
 from ...srt.model_files.lora_config import LoraConfig, read_lora_config
 from ...srt.model_files.model_config import ModelConfig
@@ -75,7 +76,7 @@ def read_adapter(path: str, config: ModelConfig, max_rank: int) -> LoraAdapter:
     if lora.rank > max_rank:
         raise ValueError(f"{lora.source}: the rank is {lora.rank}, but --max-lora-rank is {max_rank}")
     modules = {name: module for parameter in _adaptable(config) for name, module in _modules(parameter)}
-    matrices = _matrices(path, lora, modules, takes_images=FAMILIES[config.architecture].has_text_config)
+    matrices = _matrices(path, lora, modules, FAMILIES[config.architecture])
     weights: dict[str, LoraWeight] = {}
     for parameter in _adaptable(config):
         found = {name: matrices[name] for name, _ in _modules(parameter) if name in matrices}
@@ -107,8 +108,8 @@ class _Pair(NamedTuple):
     b: torch.Tensor
 
 
-def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, takes_images: bool) -> dict[str, _Pair]:
-    """The matrices of each module, by its name in a checkpoint. `takes_images`: the model has parts for images."""
+def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], family: Family) -> dict[str, _Pair]:
+    """The matrices of each module, by its name in a checkpoint."""
     file = _open(path)
     sides: dict[str, dict[str, str]] = {}
     adapted_names: dict[str, str] = {}
@@ -116,9 +117,9 @@ def _matrices(path: str, lora: LoraConfig, modules: Mapping[str, _Module], *, ta
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{file.path!r}: tensor {name!r} is not supported: only lora_A and lora_B are")
-        if takes_images and is_for_images(match["module"]):
+        if family.has_text_config and is_for_images(match["module"]):
             continue  # PEFT adapts all modules of a name, such as q_proj, and these parts are not loaded
-        module = _module_name(match["module"], modules)
+        module = _module_name(match["module"], modules, family)
         if module is None:
             raise ValueError(
                 f"{file.path!r}: tensor {name!r} is not supported: an adapter can change only the projections of "
@@ -160,9 +161,10 @@ def _open(path: str) -> SafetensorsFile:
         raise ValueError(f"{_FILE} in {path!r} cannot be read: {error.strerror or error}") from None
 
 
-def _module_name(name: str, modules: Mapping[str, _Module]) -> str | None:
+def _module_name(name: str, modules: Mapping[str, _Module], family: Family) -> str | None:
     """The name of a module in a checkpoint for text only. None: an adapter cannot change it."""
-    name = in_language_model(name)
+    parent, dot, last = in_language_model(name).rpartition(".")
+    name = parent + dot + family.adapted_names.get(last, last)
     # An adapter of a model without an output head lacks "model.".
     return next((known for known in (name, f"model.{name}") if known in modules), None)
 

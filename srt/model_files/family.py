@@ -60,6 +60,8 @@ class Family:
     with_llama_keys: Callable[[Settings], Settings] | None = None
     """gives what config.json says under other keys than Llama's the keys of Llama; None: it has these"""
     layer_names: LayerNames = LLAMA_NAMES
+    adapted_names: Mapping[str, str] = field(default_factory=dict)
+    """the names of tensors by those of modules in transformers, which LoRA adapters have, where the two differ"""
     qk_norm: QKNormKind | None = None
     """`ModelConfig.qk_norm`"""
     qk_norm_key: str | None = None

@@ -118,6 +118,7 @@ _LFM3 = dataclasses.replace(
     output_norms_key="use_sandwich_norm",
     output_norm_names=("post_operator_norm", "post_ffn_norm"),
     head_gates_key="use_attention_gate",
+    adapted_names={"g_proj": "gate_proj"},
     defaults={
         "num_key_value_heads": 4,
         "vocab_size": 128_000,

@@ -30,6 +30,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("granitemoe_biases", True),
         ("granitemoeshared", True),
         ("granitemoehybrid", False),
+        ("lfm3", False),
+        ("lfm3_plain", True),
         ("granitemoeshared_biases", False),
         ("qwen2_moe", False),
         ("qwen2_moe_all", True),

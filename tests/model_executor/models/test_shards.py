@@ -157,6 +157,7 @@ def stored(tmp_path: Path) -> Callable[[str], ModelConfig]:
         "granitemoehybrid_experts",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
     ],
 )
 def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: str) -> None:
@@ -187,6 +188,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "ministral3",
         "hunyuan_v1_dense",
         "lfm2_bias",
+        "lfm3_plain",
         "granitemoehybrid",
     ],
 )
