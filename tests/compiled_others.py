@@ -21,6 +21,7 @@ from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.kernels.sampling import choose_tokens
 from tercet.model_executor.kernels.sampling_layout import Column, Field
 from tercet.model_executor.kernels.scaled_rows import ScaledRows
+from tercet.model_executor.kernels.short_convolution import short_convolution
 from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear, skinny_linear_sum
 from tercet.model_executor.kernels.store_kv import store_kv
 from tercet.model_executor.kernels.token_logprobs import token_logprobs
@@ -118,6 +119,18 @@ def row_norms(q_size: int, k_size: int, dtype: torch.dtype) -> None:
     qk_rmsnorm(meta(TOKENS, q_size + 2 * k_size, dtype=dtype), *weights, 1e-5)
 
 
+def convolve(
+    channels: int, dtype: torch.dtype = BF16, *, width: int = 3, bias: bool = False, decode: bool = False
+) -> None:
+    num_tokens = BATCH if decode else TOKENS
+    stored = meta(SLOTS, 10, channels, dtype=dtype)[:, 3]
+    short_convolution(
+        meta(num_tokens, 3 * channels, dtype=dtype), meta(width, channels, dtype=F32),
+        meta(channels, dtype=F32) if bias else None, stored, meta(num_tokens), meta(num_tokens),
+        meta(BATCH + 1, CONTEXT, dtype=I32), meta(BATCH), None if decode else meta(BATCH + 1),
+    )  # fmt: skip
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "split_map": lambda: split_map(meta(BATCH), meta(BATCH), 256, CONTEXT),
     "split_map-mixed": lambda: split_map(meta(512), meta(512), 256, CONTEXT, meta(513)),
@@ -147,6 +160,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "qk_rmsnorm-5120-1024": lambda: row_norms(5120, 1024, BF16),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
     "gelu-10240": lambda: act_and_mul(meta(TOKENS, 2 * 10240, dtype=BF16), "gelu_tanh"),
+    "convolution-2048": lambda: convolve(2048),
+    "convolution-2048-decode": lambda: convolve(2048, decode=True),
+    "convolution-1536-fp32-bias": lambda: convolve(1536, F32, width=5, bias=True),
     "decode_start-4096x128": lambda: start(4096, 128),
     "decode_start-576x64-fp32": lambda: start(576, 64, F32),
     "decode_start-16384x256": lambda: start(16384, 256),
@@ -174,7 +190,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     call: partial(launches_of, call)
     for call in (
         "split_map", "store-8x128-fp8", "rotary-16x8x128-norm-store", "rmsnorm-4096-fused", "silu-14336",
-        "gelu-10240", "add_rmsnorm-4096", "qk_rmsnorm-5120-1024",
+        "gelu-10240", "add_rmsnorm-4096", "qk_rmsnorm-5120-1024", "convolution-2048",
         "decode_start-4096x128", "argmax-151936", "token_logprobs-151936", "skinny-2048x8192-gated", "sample-128256",
     )
 }  # fmt: skip
@@ -184,6 +200,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
 _READ_MUCH = {
     "_store_kv_kernel", "_rotary_kernel", "_rmsnorm_kernel", "_add_rmsnorm_kernel", "_qk_rmsnorm_kernel",
     "_act_and_mul_kernel", "_argmax_chunk_kernel", "_chunk_kernel", "_edit_kernel", "_weigh_kernel",
+    "_short_convolution_kernel",
 }  # fmt: skip
 """Kernels that take as long as their reading of activations or logits."""
 

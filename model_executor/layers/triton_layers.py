@@ -19,6 +19,7 @@ from ..kernels.decode_start import decode_start
 from ..kernels.experts import expert_weight_tables, experts_forward
 from ..kernels.rmsnorm import add_rmsnorm, qk_rmsnorm, rmsnorm
 from ..kernels.rotary import rotary
+from ..kernels.short_convolution import short_convolution
 from .attention import QKNorm
 from .decode_start import DecodeStart, StartDecode
 from .embedding import Embedding, ScaledEmbedding
@@ -31,6 +32,7 @@ from .layernorm import RMSNorm
 from .linear import GatedLinear
 from .lora_layers import LoraGatedLinear, LoraTables
 from .rotary import CosSin, RotationTable, query_scales
+from .short_convolution import ConvolutionWeights
 
 
 class TritonRMSNorm(RMSNorm):
@@ -128,6 +130,20 @@ class TritonAttention:
         return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch, self.sinks)
 
 
+class TritonShortConvolution:
+    """`ShortConvolution` in one kernel."""
+
+    def __init__(self, stored: torch.Tensor, weights: ConvolutionWeights) -> None:
+        self._stored = stored
+        self._weight, self._bias = weights.by_token(), weights.float_bias()
+
+    def __call__(self, projected: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
+        return short_convolution(
+            projected, self._weight, self._bias, self._stored, batch.positions, batch.out_cache_loc, batch.req_to_token,
+            batch.rows, batch.extend_start_loc,
+        )  # fmt: skip
+
+
 class TritonExperts:
     """A mixture of experts whose launches depend on shapes only, so that a graph may record them."""
 
@@ -158,7 +174,8 @@ def _values_and_scales(weights: list[Any]) -> tuple[list[torch.Tensor], list[tor
 
 
 class TritonLayers(TorchLayers):
-    """Norms, rotation, attention, activations and fp8 products on Triton kernels; other products on cuBLAS."""
+    """Norms, rotation, attention, convolutions, activations and fp8 products on Triton kernels; other products on
+    cuBLAS."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return TritonRMSNorm(weight, eps)
@@ -175,6 +192,9 @@ class TritonLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, angles_of_halves)
+
+    def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
+        return TritonShortConvolution(stored, weights)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else super().linear(weight, bias)

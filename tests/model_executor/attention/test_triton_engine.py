@@ -20,6 +20,7 @@ from tercet.model_executor.layers.triton_layers import TritonLayers
 from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import Llama3Scaling, RopeConfig
+from tercet.srt.model_files.short_convolutions import ShortConvolutions
 
 LLAMA = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -42,6 +43,12 @@ QWEN = dataclasses.replace(
     num_heads=6,
     sliding_windows=(None, 4),
     rope=RopeConfig(5000.0),
+)
+LFM = dataclasses.replace(
+    QWEN,
+    architecture="Lfm2ForCausalLM",
+    sliding_windows=(),
+    convolutions=ShortConvolutions((0,), QWEN.hidden_size, 3),
 )
 
 
@@ -80,7 +87,7 @@ def test_layers_are_chosen_by_the_backend():
     assert type(layers_for("torch", torch.float32)) is TorchLayers
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN, LFM], ids=["llama", "qwen", "lfm"])
 def test_tokens_and_logits_are_the_torch_paths(config, monkeypatch):
     # weights large enough that attention is far from uniform
     monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
@@ -136,7 +143,7 @@ def test_a_replay_follows_the_lengths_it_is_given(monkeypatch):
     assert accelerator.num_replays == 4
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN, LFM], ids=["llama", "qwen", "lfm"])
 def test_a_launch_on_triton_waits_for_nothing(config, monkeypatch):
     """The wrappers of kernels, too, look at no value; the kernels themselves are not run."""
     launches = []

@@ -24,6 +24,7 @@ from tercet.model_executor.step import TokenMasks, num_mask_words
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.short_convolutions import ShortConvolutions
 from tercet.srt.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
@@ -164,5 +165,25 @@ def test_no_step_with_experts_waits_for_the_compiler(monkeypatch: pytest.MonkeyP
             serve(runner, rng)
     tiles = {launch.kwargs["BLOCK_M"] for launch in launches[before:] if "GATED" in launch.kwargs}
     assert tiles == {16, 32}
+    keys = [what_is_compiled(launch, "sm_90") for launch in launches]
+    assert set(keys[before:]) <= set(keys[:before])
+
+
+def test_no_step_with_convolutions_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    convolutions = ShortConvolutions((0,), TWO_KINDS_OF_LAYER.hidden_size, 3)
+    changes = {"architecture": "Lfm2ForCausalLM", "sliding_windows": (), "convolutions": convolutions}
+    with recorded() as launches:
+        runner = make_runner(
+            dataclasses.replace(TWO_KINDS_OF_LAYER, **changes), dtype="bfloat16", attention_backend="triton",
+            max_running_requests=37, max_total_tokens=740, max_prefill_tokens=64, cuda_graph_max_bs=5,
+        )  # fmt: skip
+        before = len(launches)
+        rng = np.random.default_rng(1)
+        for _ in range(8):
+            serve(runner, rng)
+    served = [launch for launch in launches[before:] if launch.kernel.fn.__name__ == "_short_convolution_kernel"]
+    assert {launch.kwargs["HAS_STARTS"] for launch in served} == {True, False}
     keys = [what_is_compiled(launch, "sm_90") for launch in launches]
     assert set(keys[before:]) <= set(keys[:before])

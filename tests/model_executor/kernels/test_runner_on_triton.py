@@ -63,6 +63,8 @@ from tercet.srt.model_files.load_config import load_model_config
         ("glm4_moe_lite", False),
         ("youtu_yarn", False),
         ("minicpm3", False),
+        ("lfm2_bias", True),
+        ("lfm2_moe", False),
         ("gemma2_scores", False),
         ("gemma2", True),
         ("gemma3_scaled", False),
