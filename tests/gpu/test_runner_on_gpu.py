@@ -15,13 +15,17 @@ from runner_driver import RunnerDriver, relative_error
 from tercet.model_executor.runner import host_kv
 from tercet.model_executor.step import ForwardMode, KVCopies, StepInputs
 from tercet.model_executor.weights import loader
+from tercet.srt.model_files.short_convolutions import ShortConvolutions
 
 pytestmark = pytest.mark.gpu
 
 QWEN = dataclasses.replace(
     LLAMA, architecture="Qwen3ForCausalLM", qk_norm="heads", head_dim=128, sliding_windows=(None, 300, None)
 )
-CONFIGS = pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+LFM = dataclasses.replace(
+    LLAMA, architecture="Lfm2ForCausalLM", qk_norm="heads", convolutions=ShortConvolutions((0, 2), LLAMA.hidden_size, 3)
+)
+CONFIGS = pytest.mark.parametrize("config", [LLAMA, QWEN, LFM], ids=["llama", "qwen", "lfm"])
 
 
 @pytest.fixture(autouse=True)
