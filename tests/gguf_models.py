@@ -12,6 +12,7 @@ Kind = gguf.GGMLQuantizationType
 HF_TO_GGUF = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -42,6 +43,24 @@ HF_TO_GGUF = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.corrections": "exp_probs_b",
+}
+LFM2 = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b",
+    "feed_forward.experts.gate_proj": "ffn_gate_exps",
+    "feed_forward.experts.up_proj": "ffn_up_exps",
+    "feed_forward.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -85,6 +104,8 @@ OF_ARCH = {
     "seed_oss": SEED_OSS,
     "gpt-oss": GPT_OSS,
     "hunyuan-dense": HUNYUAN,
+    "lfm2": LFM2,
+    "lfm2moe": LFM2,
 }
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
@@ -117,6 +138,10 @@ def with_stacked_experts(state, arch):
             found[name.replace("gate.e_score_correction_bias", "corrections.bias")] = array
         elif name.endswith("moe_statics.e_score_correction_bias"):
             found[name.replace("gate.moe_statics.e_score_correction_bias", "corrections.bias")] = array[0]
+        elif name.endswith("expert_bias"):
+            found[f"{name}.bias"] = array
+        elif name.endswith("conv.conv.weight"):
+            found[name] = array[:, 0]
         elif name.endswith("shared_expert_gate.weight"):
             found[name] = array[0]
         elif ".shared_mlp." in name:
@@ -168,10 +193,22 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
     writer.add_block_count(config.num_hidden_layers + keys.get("nextn_predict_layers", 0))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch in ("lfm2", "lfm2moe"):
+        dense = model.model.layers[0].feed_forward
+        writer.add_feed_forward_length(dense.w1.out_features if arch == "lfm2" else config.intermediate_size)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        kv_heads = [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types]
+        keys = {"attention.head_count_kv": kv_heads, "shortconv.l_cache": config.conv_L_cache} | keys
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if arch == "lfm2moe":
+        keys = {
+            "leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2,
+            "expert_weights_scale": config.routed_scaling_factor,
+        } | keys  # fmt: skip
     tensors = {
         name: tensor.numpy()
         for name, tensor in model.state_dict().items()
@@ -266,7 +303,9 @@ def write_gguf(path, model, arch, *, kind=Kind.F32, kinds=None, drop=(), beside=
             array = interleave_halves(array, config.num_attention_heads)
         if arch in PERMUTED and "k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
-        is_plain = array.ndim == 1 or name.endswith(("mlp.gate.weight", "mlp.router.weight", ".bias"))
+        is_plain = array.ndim == 1 or name.endswith(
+            ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight", "conv.conv.weight", ".bias")
+        )
         used = Kind.F32 if is_plain else (kinds or {}).get(name, kind)
         raw = random_blocks(array.shape, used) if used in FACTORS else gguf.quantize(np.ascontiguousarray(array), used)
         writer.add_tensor(gguf_name(name, arch), raw, raw_dtype=used)

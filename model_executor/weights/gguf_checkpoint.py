@@ -57,6 +57,22 @@ _NAMES_OF_OUTPUT_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_NAMES_OF_LFM2 = {
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+"""Converters have written two names for the last norm."""
 _NAMES_OF_GEMMA = _NAMES_OF_OUTPUT_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _NAMES_OF_ARCHITECTURE = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
@@ -79,8 +95,10 @@ _NAMES_OF_ARCHITECTURE = {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",
     },
+    "lfm2": _NAMES_OF_LFM2,
+    "lfm2moe": _NAMES_OF_LFM2,
 }
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+|shortconv\.\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
 _BIASES_OF_EXPERTS = "_exps.bias"
 _WITHOUT_ENDING = (("attn_sinks", "weight"), ("exp_probs_b", "bias"))

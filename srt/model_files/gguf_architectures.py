@@ -32,6 +32,8 @@ GGUF_ARCHITECTURES = {
     "mistral3": "Ministral3ForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
 }
 GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "deepseek2": "DeepseekV2ForCausalLM",
@@ -44,6 +46,7 @@ GGUF_ARCHITECTURES_WITH_EXPERTS = {
     "gpt-oss": "GptOssForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
 }
 """The architectures of files that have experts."""
 GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS = {"granitemoe": "GraniteMoeSharedForCausalLM"}

@@ -21,6 +21,7 @@ from .gguf_architectures import (
     GGUF_ARCHITECTURES_WITH_SHARED_EXPERTS,
     GGUF_ARCHITECTURES_WITH_WINDOWS,
 )
+from .gguf_convolutions import KV_HEADS_KEY, WIDTH_KEY, with_convolutions
 from .gguf_file import GGUFTensor
 from .gguf_model import GGUFModel
 from .gguf_rope import GGUF_DIVISORS, QUERY_SCALE_KEYS, GGUFDivisors, rope_from_gguf
@@ -65,16 +66,21 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         raise metadata.unsupported(f"{arch}.pooling_type={pooling} is not supported; supported: 3, the last token")
     family = FAMILIES[architecture]
     latent = latent_from_gguf(config) if family.has_latents else None
-    first_projection = "blk.0.attn_qkv" if family.stacked_qkv else "blk.0.attn_q"
+    num_extra_layers = config.integer(_GGUF_EXTRA_LAYERS, 0, minimum=0)
+    num_layers = config.integer("block_count", minimum=1 + num_extra_layers, maximum=MAX_LAYERS) - num_extra_layers
+    convolutions = None
+    if family.convolutions is not None:
+        config, convolutions = with_convolutions(config, num_layers)
+    first_layer = next(layer for layer in range(num_layers) if convolutions is None or layer not in convolutions.layers)
+    attention = f"blk.{first_layer}.attn"
+    first_projection = f"{attention}_qkv" if family.stacked_qkv else f"{attention}_q"
     if latent is not None and latent.query_rank is not None:
-        first_projection = "blk.0.attn_q_a"
+        first_projection = f"{attention}_q_a"
     tensors = _tensors(file, f"{first_projection}.weight")
 
     num_heads, hidden_size = config.integer("attention.head_count"), config.integer("embedding_length")
     head_dim, rotary_dim = (latent.rope_dim,) * 2 if latent is not None else _head_dims(config, family, arch)
     context_len = config.integer("context_length")
-    num_extra_layers = config.integer(_GGUF_EXTRA_LAYERS, 0, minimum=0)
-    num_layers = config.integer("block_count", minimum=1 + num_extra_layers, maximum=MAX_LAYERS) - num_extra_layers
     rope = rope_from_gguf(config, family, _rope_divisors(file, tensors, rotary_dim), context_len)
     if rotary_dim != head_dim:
         rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
@@ -104,9 +110,10 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         intermediate_size=config.integer("feed_forward_length"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("attention.head_count_kv", num_heads) if latent is None else 1,
+        num_kv_heads=config.integer(KV_HEADS_KEY, num_heads) if latent is None else 1,
         head_dim=head_dim if latent is None else latent.key_dim,
         latent=latent,
+        convolutions=convolutions,
         vocab_size=tensors["token_embd.weight"].shape[0],
         context_len=max(context_len, rope.context_len),
         sliding_windows=windows,
@@ -124,9 +131,9 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         output_norms=family.output_norms,
         tie_word_embeddings="output.weight" not in tensors,
         qkv_bias=f"{first_projection}.bias" in tensors,
-        o_bias="blk.0.attn_output.bias" in tensors,
+        o_bias=f"{attention}_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
-        qk_norm=family.qk_norm or "heads" if "blk.0.attn_q_norm.weight" in tensors else None,
+        qk_norm=family.qk_norm or "heads" if f"{attention}_q_norm.weight" in tensors else None,
         experts=_experts(config, family, tensors, num_layers),
         num_extra_layers=num_extra_layers,
         bos_token_id=_token_id(metadata, "bos"),
@@ -159,6 +166,7 @@ def _own_settings(file: GGUFModel, metadata: Settings, arch: str) -> Settings:
     keys += SOFT_CAP_KEYS if family.has_soft_caps else ()
     keys += QUERY_SCALE_KEYS if family.has_query_scale else ()
     keys += GGUF_LATENT_KEYS if family.has_latents else ()
+    keys += () if family.convolutions is None else (WIDTH_KEY,)
     keys += () if family.gguf_shared_gate is None else (SHARED_LENGTH_KEY,)
     keys += family.gguf_expert_keys + ((_GGUF_EXTRA_LAYERS,) if family.has_extra_layers else ())
     for key in file.metadata:

@@ -6,6 +6,7 @@ import dataclasses
 from functools import partial
 
 from .experts_config import ExpertNames, ExpertsConfig
+from .experts_deepseek import SIGMOID
 from .family import MAX_LAYERS, Family, LayerNames
 from .layer_windows import SlidingWindows, no_window
 from .settings import Settings
@@ -62,6 +63,28 @@ def _experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     )
 
 
+def _gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    """The experts of a GGUF file. In llama.cpp the weights of a token's experts always have the sum 1."""
+    num_dense = config.integer("leading_dense_block_count", 0, minimum=0)
+    if (function := config.integer("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise config.unsupported_value("expert_gating_func", str(SIGMOID), function)
+    if num_dense >= num_layers:
+        return None
+    return ExpertsConfig(
+        num_experts=config.integer("expert_count"),
+        num_experts_per_token=config.integer("expert_used_count"),
+        intermediate_size=config.integer("expert_feed_forward_length"),
+        normalized=config.flag("expert_weights_norm", True),
+        has_sigmoids=True,
+        has_corrections=True,
+        scale=config.number("expert_weights_scale", 1.0),
+        dense_layers=tuple(range(num_dense)),
+    )
+
+
+_GGUF_EXPERT_KEYS = (
+    "expert_gating_func", "leading_dense_block_count", "expert_weights_norm", "expert_weights_scale",
+)  # fmt: skip
 _LFM2 = Family(
     "lfm2",
     "decoder",
@@ -135,6 +158,12 @@ LFM2_FAMILIES = {
     "Lfm2ForCausalLM": _LFM2,
     "Lfm3ForCausalLM": _LFM3,
     "Lfm2MoeForCausalLM": dataclasses.replace(
-        _LFM2, model_type="lfm2_moe", with_llama_keys=_with_llama_keys, experts=_experts, expert_names=_EXPERT_NAMES
+        _LFM2,
+        model_type="lfm2_moe",
+        with_llama_keys=_with_llama_keys,
+        experts=_experts,
+        expert_names=_EXPERT_NAMES,
+        gguf_experts=_gguf_experts,
+        gguf_expert_keys=_GGUF_EXPERT_KEYS,
     ),
 }

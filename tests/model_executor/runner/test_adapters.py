@@ -114,10 +114,17 @@ def test_hidden_states_and_scores_of_prompts_are_those_of_merged_weights(tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [("llama", "llama"), ("phi3_partial", "phi3"), ("gemma3_default", "gemma3"), ("smollm3_default", "smollm3")],
+    [
+        ("llama", "llama"),
+        ("phi3_partial", "phi3"),
+        ("gemma3_default", "gemma3"),
+        ("smollm3_default", "smollm3"),
+        ("lfm2", "lfm2"),
+        ("lfm2_moe", "lfm2moe"),
+    ],
 )
 def test_adapters_of_gguf_files(name, arch, tmp_path):
-    """These files have other orders of rows, and other norms. Adapters are those of the model before."""
+    """These files have other orders of rows, other norms and other names. Adapters are those of the model before."""
     model = make_model(name)
     options = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 100}
     driver = RunnerDriver(

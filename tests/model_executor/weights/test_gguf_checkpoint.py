@@ -67,6 +67,8 @@ CPU = torch.device("cpu")
         ("arcee_biases", "arcee"),
         ("ministral3", "mistral3"),
         ("hunyuan_v1_dense", "hunyuan-dense"),
+        ("lfm2", "lfm2"),
+        ("lfm2_moe", "lfm2moe"),
     ],
 )
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):

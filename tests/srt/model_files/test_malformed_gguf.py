@@ -63,6 +63,17 @@ METADATA = {
     "tokenizer.chat_template.other": (STRING, "y"),
 }
 
+LFM2 = METADATA | {
+    "general.architecture": (STRING, "lfm2moe"),
+    "llama.attention.head_count_kv": (ARRAY, (INT32, [0, 2])),
+    "llama.shortconv.l_cache": (UINT32, 3),
+    "llama.leading_dense_block_count": (UINT32, 1),
+    "llama.expert_gating_func": (UINT32, 2),
+    "llama.expert_weights_norm": (BOOL, True),
+    "llama.expert_weights_scale": (FLOAT32, 1.0),
+}
+"""of LFM2-MoE, before `keys_of`"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -94,7 +105,13 @@ def write_gguf(path, metadata, tensors, last=b""):
     return path
 
 
+def keys_of(arch, metadata):
+    """The metadata, in which the keys of the architecture llama are those of another."""
+    return {key.replace("llama.", f"{arch}."): entry for key, entry in metadata.items()}
+
+
 TENSORS = {"token_embd.weight": (32, 4), "blk.0.attn_q.weight": (32, 32)}
+LFM2_TENSORS = {"token_embd.weight": (32, 4), "blk.1.attn_q.weight": (32, 32)}
 gguf_scalars = {
     **{kind: st.integers(*limits) for kind, limits in {UINT32: (0, 2**32 - 1), INT32: (-(2**31), 2**31 - 1)}.items()},
     UINT64: st.sampled_from([0, 1, 2, 2**63, 2**64 - 1]),
@@ -120,8 +137,13 @@ def load_gguf(path):
 
 
 @settings(max_examples=600)
-@given(key=st.sampled_from(sorted(METADATA)), value=gguf_values)
+@given(key=st.sampled_from(sorted(LFM2)), value=gguf_values)
 @example("llama.attention.head_count_kv", (ARRAY, (UINT32, [2, 2])))
+@example("llama.attention.head_count_kv", (ARRAY, (UINT64, [0, 2**64 - 1])))
+@example("llama.attention.head_count_kv", (ARRAY, (FLOAT32, [0.0, math.nan])))
+@example("llama.attention.head_count_kv", (ARRAY, (STRING, ["0", "2"])))
+@example("llama.attention.head_count_kv", (ARRAY, (UINT32, [])))
+@example("llama.shortconv.l_cache", (ARRAY, (UINT32, [3, 3])))
 @example("tokenizer.ggml.eos_token_id", (ARRAY, (UINT32, [2, 2])))
 @example("tokenizer.ggml.bos_token_id", (STRING, "1"))
 @example("llama.expert_count", (STRING, "none"))
@@ -140,8 +162,8 @@ def test_any_gguf_metadata(folder, key, value):
     gpt2 = METADATA | {"tokenizer.ggml.model": (STRING, "gpt2")}
     load_gguf(write_gguf(folder / "m.gguf", gpt2 | {key: value}, TENSORS))
     gpt_oss = METADATA | {"general.architecture": (STRING, "gpt-oss"), "llama.attention.sliding_window": (UINT32, 4)}
-    gpt_oss = {name.replace("llama.", "gpt-oss."): entry for name, entry in (gpt_oss | {key: value}).items()}
-    load_gguf(write_gguf(folder / "m.gguf", gpt_oss, TENSORS))
+    load_gguf(write_gguf(folder / "m.gguf", keys_of("gpt-oss", gpt_oss | {key: value}), TENSORS))
+    load_gguf(write_gguf(folder / "m.gguf", keys_of("lfm2moe", LFM2 | {key: value}), LFM2_TENSORS))
 
 
 def test_what_is_changed_there_can_be_read(folder):
@@ -150,6 +172,8 @@ def test_what_is_changed_there_can_be_read(folder):
     assert load_tokenizer(str(path)).encode("a")
     assert load_model_config(path).eos_token_ids == (2,)
     assert gguf.GGUFReader(path).get_field("llama.block_count") is not None
+    config = load_model_config(write_gguf(folder / "m.gguf", keys_of("lfm2moe", LFM2), LFM2_TENSORS))
+    assert config.convolutions.layers == (0,) and config.experts.dense_layers == (0,)
 
 
 @pytest.mark.parametrize(
