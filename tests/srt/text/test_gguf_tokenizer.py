@@ -155,6 +155,7 @@ def test_cutting_keeps_every_byte(pre, text):
         ),
         ("glm4", "IT'S 1234", ["IT", "'S", " ", "123", "4"]),
         ("llama-bpe", "IT'S  12345 x\n\n y", ["IT", "'S", " ", " ", "123", "45", " x", "\n\n", " y"]),
+        ("lfm2", "IT'S  12345 x\n\n y", ["IT", "'S", " ", " ", "123", "45", " x", "\n\n", " y"]),
         ("qwen2", "a123 .b\n", ["a", "1", "2", "3", " .", "b", "\n"]),
         ("seed-coder", "a12 .\n\nb", ["a", "1", "2", " .", "\n\n", "b"]),
         ("tekken", "fooBar/\nX12", ["foo", "Bar", "/\n", "X", "1", "2"]),
@@ -169,11 +170,12 @@ def test_the_ways_to_cut(pre, text, pieces):
     assert [text[a:b] for _, (a, b) in PRE_TOKENIZERS[pre]().pre_tokenize_str(text)] == pieces
 
 
-def test_a_piece_that_is_a_token_stays_one_where_the_model_wants_it(tmp_path):
+@pytest.mark.parametrize("pre", ["llama-bpe", "lfm2"])
+def test_a_piece_that_is_a_token_stays_one_where_the_model_wants_it(pre, tmp_path):
     """ "xyz" is a token that no merges lead to."""
     extra = [("xyz", NORMAL)]
     plain = load_tokenizer(str(byte_level_file(tmp_path / "a.gguf", extra, pre="qwen2")))
-    whole = load_tokenizer(str(byte_level_file(tmp_path / "b.gguf", extra, pre="llama-bpe", add_bos_token=False)))
+    whole = load_tokenizer(str(byte_level_file(tmp_path / "b.gguf", extra, pre=pre, add_bos_token=False)))
     assert len(plain.encode("xyz")) > 1
     assert [whole.id_to_token(token) for token in whole.encode("xyz")] == ["xyz"]
 
@@ -200,6 +202,7 @@ def test_special_and_user_defined_tokens(tmp_path):
     ("more", "starts"),
     [
         ({"pre": "llama-bpe"}, True),
+        ({"pre": "lfm2"}, True),
         ({"pre": "llama-bpe", "add_bos_token": False}, False),
         ({"pre": "qwen2"}, False),
         ({"pre": "qwen2", "add_bos_token": True}, True),
