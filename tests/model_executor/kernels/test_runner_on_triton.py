@@ -31,7 +31,7 @@ from tercet.srt.model_files.load_config import load_model_config
         ("granitemoeshared", True),
         ("granitemoehybrid", False),
         ("lfm3", False),
-        ("lfm3_plain", True),
+        ("lfm3", True),
         ("granitemoeshared_biases", False),
         ("qwen2_moe", False),
         ("qwen2_moe_all", True),
