@@ -45,7 +45,7 @@ def _channels_if(condition, i, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _stored_by(token_ptr, mask, dtype: tl.constexpr, CHANNELS: tl.constexpr):
-    """What a token of this step stores. token_ptr: channels of its first vector."""
+    """What a token of this step stores. token_ptr: the channels of its first vector."""
     first = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
     last = tl.load(token_ptr + 2 * CHANNELS, mask=mask, other=0.0).to(tl.float32)
     return (first * last).to(dtype)
@@ -89,7 +89,7 @@ def _short_convolution_kernel(
         request = token
         num_before = token * 0
     position = tl.load(positions_ptr + token)
-    # Of the newest token that may be read
+    # The token's own slot in the table. It is not read, but those before it are.
     entry_ptr = table_ptr + tl.load(rows_ptr + request) * stride_table + position
     token_ptr = projected_ptr + token * stride_t + i
     if HAS_BIAS:
@@ -105,7 +105,7 @@ def _short_convolution_kernel(
             new = _channels_if(back <= num_before, i, CHANNELS)
             x = tl.where(new, _stored_by(token_ptr - back * stride_t, new, dtype, CHANNELS), x)
         weight = tl.load(weight_ptr + (WIDTH - 1 - back) * CHANNELS + i, mask=mask, other=0.0)
-        total = tl.fma(x.to(tl.float32), weight, total)  # explicit: both kinds of step need the same bits
+        total = tl.fma(x.to(tl.float32), weight, total)  # An explicit fma: decode steps need the same bits.
     own = _stored_by(token_ptr, mask, dtype, CHANNELS)
     weight = tl.load(weight_ptr + (WIDTH - 1) * CHANNELS + i, mask=mask, other=0.0)
     total = tl.fma(own.to(tl.float32), weight, total)
