@@ -103,6 +103,9 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
             raise config.unsupported_value("rope.scaling.finetuned", "true", False)
     # As in llama.cpp, a file without the keys has the caps of the first models.
     caps = [config.number(key, family.defaults[key]) if family.has_soft_caps else None for key in SOFT_CAP_KEYS]
+    # A file without norms that all models of the family have is not complete. The loader names them.
+    always_has_qk_norm = family.qk_norm is not None and family.qk_norm_key is None
+    has_qk_norm = always_has_qk_norm or f"{attention}_q_norm.weight" in tensors
     special = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture=architecture,
@@ -133,7 +136,7 @@ def config_from_gguf(file: GGUFModel, load_format: Literal["gguf", "dummy"]) -> 
         qkv_bias=f"{first_projection}.bias" in tensors,
         o_bias=f"{attention}_output.bias" in tensors,
         mlp_bias="blk.0.ffn_down.bias" in tensors,
-        qk_norm=family.qk_norm or "heads" if f"{attention}_q_norm.weight" in tensors else None,
+        qk_norm=family.qk_norm or "heads" if has_qk_norm else None,
         experts=_experts(config, family, tensors, num_layers),
         num_extra_layers=num_extra_layers,
         bos_token_id=_token_id(metadata, "bos"),

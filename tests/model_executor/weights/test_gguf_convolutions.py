@@ -127,6 +127,7 @@ def test_weights_of_a_convolution_may_be_a_matrix_or_have_three_dimensions(tmp_p
 
 
 ONES = np.ones(64, np.float32)
+QK_NORMS = tuple(f"model.layers.1.self_attn.{name}_layernorm.weight" for name in "qk")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ ONES = np.ones(64, np.float32)
             {"drop": ("model.layers.2.conv.conv.weight",)},
             r"tensors missing: model\.layers\.2\.conv\.conv\.weight",
         ),
+        ("lfm2", {"drop": QK_NORMS}, r"missing: model\.layers\.1\.self_attn\.k_layernorm\.weight, .*q_layernorm"),
         ("lfm2", {"keys": {"shortconv.l_cache": 4}}, r"conv\.conv\.weight' has shape \(64, 3\), .*implies \(64, 4\)"),
         ("lfm2", {"beside": {"blk.0.shortconv.conv.bias": ONES}}, r"unexpected: model\.layers\.0\.conv\.conv\.bias"),
         ("lfm2", {"beside": {"blk.0.shortconv.gate.weight": ONES}}, r"unexpected: blk\.0\.shortconv\.gate\.weight"),
