@@ -242,6 +242,12 @@ def test_experts_of_a_gguf_file_in_two_shards(tmp_path: Path) -> None:
     compare(load_model_config(write_gguf(tmp_path / "m.gguf", model, "qwen3moe", kind=Kind.Q8_0)), 2)
 
 
+@pytest.mark.parametrize(("name", "arch"), [("lfm2", "lfm2"), ("lfm2_moe", "lfm2moe")])
+def test_convolutions_of_a_gguf_file_in_two_shards(name: str, arch: str, tmp_path: Path) -> None:
+    """A matrix of a file has the weights of a convolution, which has three dimensions."""
+    compare(load_model_config(write_gguf(tmp_path / "m.gguf", make_model(name), arch, kind=Kind.Q8_0)), 2)
+
+
 def test_quantized_weights_of_a_file_are_cut_at_groups(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", make_model("llama_31_tied"), "llama", kind=Kind.Q4_1)
     config = load_model_config(path)
