@@ -37,7 +37,7 @@ class ResultProcessor:
         return found
 
     def process(self, batch: ScheduleBatch, output: StepOutput) -> None:
-        """`output`: of the rows in `batch.sampled`.
+        """Gives the new tokens to the requests, and ends those that are finished. `output`: that of the step.
 
         The finish test of each token, in order: pending abort, invalid logits, stop string, stop token or EOS, length,
         end of the grammar.
@@ -56,7 +56,7 @@ class ResultProcessor:
             _keep_logprobs(batch, output)
         if batch.pooled or batch.shown:
             _keep_hidden(batch, output)
-        for place, (req, tokens) in enumerate(zip(batch.sampled, rows, strict=True)):
+        for index, (req, tokens) in enumerate(zip(batch.sampled, rows, strict=True)):
             if tokens[-1] == INVALID_TOKEN:
                 self._on_invalid_logits(req, tokens[:-1])
                 continue
@@ -66,9 +66,9 @@ class ResultProcessor:
             if req.grammar is None:
                 finish = self._accept(req, tokens)
             else:
-                finish = self._accept_constrained(req, int(batch.sampled_lens[place]), tokens)
-            if num_drafts is not None and num_drafts[place]:
-                self._count_accepted(req, num_drafts[place], int(batch.sampled_lens[place]), tokens)
+                finish = self._accept_constrained(req, int(batch.sampled_lens[index]), tokens)
+            if num_drafts is not None and num_drafts[index]:
+                self._count_accepted(req, num_drafts[index], int(batch.sampled_lens[index]), tokens)
             if finish is not None:
                 self.finish(req, finish)
             elif req.is_streaming and len(tokens) == 1:
@@ -186,7 +186,7 @@ def _keep_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:
     for req, found in zip(batch.scored, output.prompt_logprobs, strict=True):
         assert req.logprobs is not None
         req.logprobs.add_input(found)
-    for place, found in output.logprobs.items():
-        logprobs = batch.sampled[place].logprobs
+    for index, found in output.logprobs.items():
+        logprobs = batch.sampled[index].logprobs
         assert logprobs is not None
         logprobs.add_output(found)

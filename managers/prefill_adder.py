@@ -12,8 +12,8 @@ from .req import Req
 from .schedule_policy import expected_growth
 from .token_gap import MIN_TOKENS, TimeBudget
 
-MAX_PASSED_BY = 128
-"""A pass ends after it has rejected so many waiting requests, however long the queue is."""
+MAX_SKIPPED = 128
+"""A pass ends after it has skipped so many waiting requests, however long the queue is."""
 SHARE_LEN = 32
 """A request skips the step if the step will add at least so many of its tokens (in whole pages) to the cache."""
 CHUNK_SHARE = 3
@@ -37,8 +37,8 @@ class _Verdict(Enum):
     """The decision of a pass about one waiting request."""
 
     ADMITTED = auto()
-    PASSED_BY = auto()
-    """It skips this step: it gains by waiting, or it is too long to start now. Later requests may be admitted."""
+    SKIPPED = auto()
+    """It gains by waiting, or it is too long to start now. Later requests may be admitted."""
     STEP_IS_FULL = auto()
 
 
@@ -135,11 +135,11 @@ class PrefillAdder:
     # Waiting requests
 
     def _admit(self, waiting: Iterable[Req]) -> None:
-        num_passed_by = 0
+        num_skipped = 0
         for req in waiting:
             verdict = self._try_admit(req)
-            num_passed_by += verdict is _Verdict.PASSED_BY
-            if verdict is _Verdict.STEP_IS_FULL or num_passed_by == MAX_PASSED_BY:
+            num_skipped += verdict is _Verdict.SKIPPED
+            if verdict is _Verdict.STEP_IS_FULL or num_skipped == MAX_SKIPPED:
                 return
 
     def _try_admit(self, req: Req) -> _Verdict:
@@ -150,12 +150,12 @@ class PrefillAdder:
         num_new = req.num_tokens - start
         self._end_shorter(req.urgency, num_new)
         if _next_prefix(self._kv, req, num_cached, req.reusable_len) in self._shared_soon:
-            return _Verdict.PASSED_BY
+            return _Verdict.SKIPPED
         match = self._kv.match(req)
         length = num_new
         if num_new > min(self._chunk_size, self._room(req, start)):
             if not self._may_start(req, num_new):
-                return _Verdict.PASSED_BY
+                return _Verdict.SKIPPED
             length = self._page  # `_lengthen_chunk` decides about the rest of the step
             if length > self._room(req, start):
                 return _Verdict.STEP_IS_FULL

@@ -52,19 +52,19 @@ class ScheduleBatch:
 
     @property
     def num_drafts(self) -> list[int] | None:
-        """Those of each request in a step with drafts. None: the step has none."""
+        """The number of drafts of each request. None: the step has no drafts."""
         if self.inputs.num_drafts is None:
             return None
         num_drafts: list[int] = self.inputs.num_drafts.tolist()
         return num_drafts
 
-    def drafts_of(self, place: int) -> list[int]:
-        """Those of `sampled[place]`."""
+    def drafts_of(self, index: int) -> list[int]:
+        """The drafts of `sampled[index]`."""
         if self.inputs.num_drafts is None:
             return []
         assert self.inputs.input_ids is not None
-        end = self.inputs.starts[place + 1]
-        drafts: list[int] = self.inputs.input_ids[end - self.inputs.num_drafts[place] : end].tolist()
+        end = self.inputs.starts[index + 1]
+        drafts: list[int] = self.inputs.input_ids[end - self.inputs.num_drafts[index] : end].tolist()
         return drafts
 
 
@@ -107,7 +107,7 @@ def build_extend(
 ) -> ScheduleBatch:
     """A step in extend form. The room was checked.
 
-    An extend step that `decodes` join is a mixed chunk. Without `extends` it is a decode step with drafts or forced
+    An extend step that `decodes` join is a mixed step. Without `extends` it is a decode step with drafts or forced
     tokens, or one that returns hidden states. `known`: the known tokens of each decode, or FROM_DEVICE, which is its
     newest one; None: FROM_DEVICE for each. `drafts`: those of each after them; empty: none has any.
     """

@@ -59,7 +59,7 @@ from .schedule_batch import ScheduleBatch, build_copies
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .timeouts import Timeouts
-from .token_masks import fill_masks, masked_lines
+from .token_masks import fill_masks, masked_indices
 from .touch_ahead import TouchAhead
 from .weight_updates import LoadWeights, WeightUpdates
 
@@ -72,7 +72,7 @@ class InFlight(NamedTuple):
     batch: ScheduleBatch
     step: LaunchedStep
     masked: list[int]
-    """Positions in `batch.sampled` that need a token mask. If there are any, the step is not sampled yet."""
+    """Indices in `batch.sampled` of requests that need a token mask. If there are any, the step is not sampled yet."""
 
 
 class Scheduler:
@@ -99,8 +99,8 @@ class Scheduler:
         touch_ahead: TouchAhead | None = None,
         step_log: StepLog | None = None,
     ) -> None:
-        """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
-        `metrics` have the same. `max_queue_time_s`: see QueueLimits. `start_trace`: starts the recording of a
+        """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start; the
+        clock of `io` and `metrics`, too. `max_queue_time_s`: see QueueLimits. `start_trace`: starts the recording of a
         profile. `load_weights`: loads other weights into `runner`. `step_log`: measures the steps; None: by `clock`."""
         self.queues = planner.queues
         self.kv = planner.kv
@@ -282,7 +282,7 @@ class Scheduler:
         )
         self._step_log.on_launch()
         step = self._profiling.runner.launch(batch.inputs)
-        masked = masked_lines(batch.sampled) if self.queues.num_constrained else []
+        masked = masked_indices(batch.sampled) if self.queues.num_constrained else []
         if not masked:
             step.sample()
         for req in batch.reqs:

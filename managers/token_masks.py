@@ -13,9 +13,9 @@ from .req import Req, Stage
 from .schedule_batch import ScheduleBatch
 
 
-def masked_lines(reqs: Sequence[Req]) -> list[int]:
-    """The positions of the requests that have a grammar."""
-    return [line for line, req in enumerate(reqs) if req.grammar is not None]
+def masked_indices(reqs: Sequence[Req]) -> list[int]:
+    """The indices of the requests that have a grammar."""
+    return [index for index, req in enumerate(reqs) if req.grammar is not None]
 
 
 def allowed_drafts(req: Req, drafts: Sequence[int]) -> Sequence[int]:
@@ -24,36 +24,36 @@ def allowed_drafts(req: Req, drafts: Sequence[int]) -> Sequence[int]:
 
 
 def fill_masks(
-    batch: ScheduleBatch, lines: Sequence[int], num_words: int, fail: Callable[[Req, TercetError], None]
+    batch: ScheduleBatch, indices: Sequence[int], num_words: int, fail: Callable[[Req, TercetError], None]
 ) -> TokenMasks | None:
-    """The masks of `lines`, positions in `batch.sampled`. None if none is needed, because these requests have ended.
+    """The masks of the requests at `indices` of `batch.sampled`. None if none is needed: all of them have ended.
 
     The drafts of a request are those that `allowed_drafts` left. `fail` is called for a request whose grammar cannot
     continue.
     """
-    drafts = [batch.drafts_of(line) for line in lines]
+    drafts = [batch.drafts_of(index) for index in indices]
     firsts = batch.inputs.first_choices.tolist()
-    bits = np.empty((len(lines) + sum(map(len, drafts)), num_words), np.int32)
-    filled: list[int] = []
-    for line, own in zip(lines, drafts, strict=True):
-        req = batch.sampled[line]
+    bits = np.empty((len(indices) + sum(map(len, drafts)), num_words), np.int32)
+    lines: list[int] = []
+    for index, own in zip(indices, drafts, strict=True):
+        req = batch.sampled[index]
         if req.stage is Stage.FINISHED or req.pending_abort is not None:
             continue
         assert req.grammar is not None
-        known = req.output_from(int(batch.sampled_lens[line]))
+        known = req.output_from(int(batch.sampled_lens[index]))
         if known:
             assert not own
-            bits[len(filled)] = mask_of(known[0], num_words)
-            filled.append(firsts[line])
+            bits[len(lines)] = mask_of(known[0], num_words)
+            lines.append(firsts[index])
             continue
         try:
-            req.grammar.fill(bits, len(filled), len(req.output_ids))
+            req.grammar.fill(bits, len(lines), len(req.output_ids))
         except GrammarFailed as error:
             fail(req, grammar_error(req, error))
         else:
-            req.grammar.fill_after(own, bits, len(filled) + 1)
-            filled.extend(range(firsts[line], firsts[line] + 1 + len(own)))
-    return TokenMasks(np.array(filled, np.int32), bits[: len(filled)]) if filled else None
+            req.grammar.fill_after(own, bits, len(lines) + 1)
+            lines.extend(range(firsts[index], firsts[index] + 1 + len(own)))
+    return TokenMasks(np.array(lines, np.int32), bits[: len(lines)]) if lines else None
 
 
 def grammar_error(req: Req, error: GrammarFailed) -> TercetError:

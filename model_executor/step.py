@@ -249,7 +249,7 @@ class StepOutput:
     num_tokens: Int32Array | None = None
     """[R], number of new tokens of each row, >= 1, and more than 1 for accepted drafts. None: 1 for all rows."""
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    """The log probabilities of a row's new tokens, by the row's position in [R], for the rows that want them."""
+    """The log probabilities of a row's new tokens, by the row's index in [R], for the rows that want them."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     """One for each of `StepInputs.prompt_scores`."""
     hidden_sums: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -271,7 +271,7 @@ class TokenMasks:
     """The tokens that grammars allow next, for M of the N choices of a step."""
 
     lines: Int32Array
-    """[M], positions in the choices, each once, in rising order. Without drafts, a sampled row has one choice."""
+    """[M], indices among the choices, each once, in rising order. Without drafts, a sampled row has one choice."""
     bits: Int32Array
     """[M, num_mask_words(vocab_size)]. Bit i of word w: token 32 * w + i may come next. At least one token may."""
 

@@ -124,7 +124,7 @@ def test_a_step_names_the_known_tokens_and_the_drafts_of_each_request() -> None:
     assert batch.inputs.seq_lens.tolist() == [req.kv_len for req in reqs] == [12, 8]
     assert batch.sampled_lens.tolist() == [10, 7]
     assert (batch.sampled, batch.num_drafts, batch.num_prompt_tokens) == (reqs, [2, 1], 0)
-    assert [batch.drafts_of(place) for place in (0, 1)] == [[7, 8], [4]]
+    assert [batch.drafts_of(index) for index in (0, 1)] == [[7, 8], [4]]
 
 
 # KV of rejected drafts

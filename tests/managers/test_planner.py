@@ -11,7 +11,7 @@ import pytest
 from scheduler_rig import Rig
 
 from fakes import expected_output
-from tercet.managers.prefill_adder import MAX_PASSED_BY
+from tercet.managers.prefill_adder import MAX_SKIPPED
 from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER, MAX_SORTED, POLICIES
 from tercet.managers.token_gap import DECODES_PER_EXTEND
@@ -284,7 +284,7 @@ def looks_of_one_plan(num_waiting: int, policy: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_looks_at_few_of_many_waiting_requests(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (looks_of_one_plan(num_waiting, policy, monkeypatch) for num_waiting in (300, 1000))
-    assert few == many <= 2 * MAX_PASSED_BY
+    assert few == many <= 2 * MAX_SKIPPED
 
 
 def test_counting_who_was_passed_over_looks_at_few_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_counting_who_was_passed_over_looks_at_few_of_many(monkeypatch: pytest.M
         looks = Looks(patch)
         rig.turn()
     assert 1000 - len(queue) >= 3
-    assert 0 < looks.count <= 3 * MAX_PASSED_BY
+    assert 0 < looks.count <= 3 * MAX_SKIPPED
     assert next(iter(queue)).passed_over == 1
 
 

@@ -14,7 +14,7 @@ from scheduler_rig import Rig
 
 from fakes import expected_output
 from tercet.managers.grammar import GrammarFailed, GrammarState
-from tercet.managers.token_masks import masked_lines
+from tercet.managers.token_masks import masked_indices
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.grammar_spec import ReasoningSpan
 from tercet.srt.io_struct import AbortFinish, LengthFinish, StopFinish
@@ -274,4 +274,4 @@ def test_the_fake_grammar_allows_some_tokens_and_not_all() -> None:
     vocabulary = hashed_vocabulary(VOCAB, EOS)
     allowed = allowed_after([1, 2], 1, VOCAB, vocabulary.eos_ids)
     assert 0 < allowed.sum() < VOCAB
-    assert masked_lines([]) == []
+    assert masked_indices([]) == []
