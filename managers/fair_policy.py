@@ -18,7 +18,7 @@ OUTPUT_TOKEN_COST = 2
 """An output token counts as so many prefill tokens. It occupies a row of a step of its own, and is priced so."""
 
 _MIN_FORGET = 64
-"""Priorities in memory beside those in use. Clients choose them."""
+"""Priorities that may stay in memory beyond twice those in use. Clients choose them, so there may be any number."""
 
 _place_of = attrgetter("place")
 _urgency_of = attrgetter("urgency")

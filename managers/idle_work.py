@@ -1,9 +1,9 @@
 """The work of an idle engine, in slices of a few milliseconds: memory for the KV pool, then the audit of its slots.
 
-Each turn, also a busy one, reports some KV events of files. While some remain, an idle engine does not sleep.
+Each turn of an idle scheduler does one slice, and looks for messages before the next one. So no request waits longer
+than a slice.
 
-Each turn of the scheduler does one slice, and looks for messages before the next one. So no request waits longer than a
-slice.
+KVEventPublisher reports some files in each turn, also in a busy one. While some remain, an idle engine does not sleep.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from .touch_ahead import TouchAhead
 
 
 class IdleWork:
+    """Does the slices, and knows whether the scheduler may sleep."""
+
     def __init__(self, audit: IdleAudit, touch_ahead: TouchAhead | None, tiers: KVTiers | None = None) -> None:
         self._audit = audit
         self._touch_ahead = touch_ahead

@@ -168,7 +168,8 @@ class KVCacheManager:
     def decode_demand(self, reqs: Sequence[Req], num_new: int | Int32Array = 1) -> int:
         """Tokens, in whole pages, that a decode step of these requests takes from `num_available`.
 
-        `num_new`: new tokens of each request, one number for all or int32 [len(reqs)]. More than 1 includes drafts.
+        `num_new`: new tokens of each request, one number for all or int32 [len(reqs)]. Several are forced
+        tokens or drafts.
         """
         if self.page_size == 1:  # then the lengths do not matter
             return len(reqs) * num_new if isinstance(num_new, int) else int(num_new.sum())
@@ -187,8 +188,8 @@ class KVCacheManager:
     def decode(self, rows: Int32Array, kv_lens: Int32Array) -> Int32Array:
         """Allocates one more slot for each row. Evicts if necessary. The rows must have room (`has_room_for_decode`).
 
-        Writes the table. The caller increments `kv_len` of the requests. Returns int32 [B]. Steps with drafts use
-        `extend`, which allocates any number of slots for each request.
+        Writes the table. The caller increments `kv_len` of the requests. Returns int32 [B]. Steps with
+        forced tokens or drafts use `extend`, which allocates any number of slots for each request.
         """
         if len(rows) * self.page_size > self.allocator.num_free:  # a row takes at most one page
             self._make_room(self.allocator.tokens_needed(kv_lens, kv_lens + 1))

@@ -55,8 +55,9 @@ class _Shortage(NamedTuple):
     """The last pass of admissions ended at the first waiting request, because there was no memory for it."""
 
     num_needed: int
+    """Tokens that it needs beside its cached prefix."""
     num_changes: int
-    """Those of the waiting queue until then."""
+    """`WaitingQueue.num_changes` after that pass."""
 
 
 class Planner:
@@ -192,7 +193,10 @@ class Planner:
         return next((req for req in ready if not self.kv.awaits_storage(req)), None)
 
     def _enough_for(self, candidate: Req, victims: list[Req]) -> list[Req]:
-        """The first of `victims` whose rows and KV let the candidate start. None of them if all are not enough."""
+        """The first of `victims` whose rows and KV let the candidate start. Empty if all together are not enough.
+
+        If they are all requests with KV, they are enough: alone, every request fits.
+        """
         kv, queues = self.kv, self.queues
         match = kv.match(candidate)
         with kv.locked(match):

@@ -30,6 +30,8 @@ _MIN_MEASURED = 4
 
 
 class _Drain(NamedTuple):
+    """Tokens that left the queue together, after requests had waited for `duration_s` since the drain before."""
+
     end_s: float
     duration_s: float
     num_tokens: int
@@ -45,7 +47,7 @@ class DrainRate:
         self._num_tokens = 0
         self._duration_s = 0.0
         self._waiting_since: float | None = None
-        """The last drain, if it left requests waiting."""
+        """The time of the last drain, if it left requests waiting."""
 
     def add(self, num_tokens: int, *, others_wait: bool) -> None:
         """`num_tokens` have left the queue. `others_wait`: not all have."""

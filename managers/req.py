@@ -149,7 +149,7 @@ class Req:
         """The number of admission passes that admitted a request from behind it in the queue."""
         self.num_retractions = 0
         self.cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache at the first admission, in any tier."""
+        """Prompt tokens that the first admission found in the prefix cache and in lower tiers. None before."""
         self.host_tokens = 0
         """Those of them that came from host memory."""
         self.storage_tokens = 0
@@ -167,9 +167,10 @@ class Req:
         self.has_begun = False
         """Whether it has had its first step, also in an engine that has died. Only Timeouts reads and writes it."""
         self.ran_s = 0.0
-        """How long it has run in engines that have died."""
+        """How long it has run in engines that have died, each time from its first token on."""
         self.matched_len = 0
-        """Tokens found in the prefix cache by the last look-up while it waited, or in any tier by its admission."""
+        """Tokens that the last look-up while it waited, or its admission, found in the prefix cache and in lower tiers.
+        Look-ups of the policy `dfs-weight` leave lower tiers out."""
         self.num_unchecked = 0
         """Forced tokens before its newest one whose logits no step has returned. They may not be finite."""
         self.num_sent = 0
@@ -194,7 +195,8 @@ class Req:
         self.lookup: tuple[Lookup, int] | None = None
         """While it waits: what the prefix cache had of it, and the number of its output tokens then. None: unknown."""
         self.reused_len = 0
-        """The length of the prefix that it found in the cache at every admission. It may have computed all later KV."""
+        """The length of the shortest prefix that any of its admissions found in the prefix cache. It may have computed
+        all KV after that."""
 
     @property
     def sampling(self) -> SamplingParams:

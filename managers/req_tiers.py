@@ -1,4 +1,4 @@
-"""What the tiers of the KV cache know about a request (kv_tiers.py). A request without tiers has none."""
+"""What the lower tiers, host memory and files, know about a request (kv_tiers.py)."""
 
 from __future__ import annotations
 

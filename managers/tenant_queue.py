@@ -67,9 +67,11 @@ class TenantLevel(Level):
         return sum(min(level.num_tokens, shares.num_tokens_until(end, name)) for name, level in self.tenants.items())
 
     def gives_way_to(self, req: Req) -> Req | None:
-        """The newest request of the tenant with the most places, for its weight. It needs more than that of `req`
-        would have, unless `req` is more urgent. Of equals, the tenant that has had most, and then the newest request.
-        Of very many equals, the tenants that have changed last go first.
+        """The newest request of the tenant with the most places, divided by its weight.
+
+        Unless `req` is more urgent, that must be more places than the tenant of `req` would have with it. Of equal
+        tenants, the one that has been served most goes first, and then the one with the newest request. Of more than
+        _MAX_COMPARED equals, those whose number of places changed last go first.
         """
         enough = 0.0
         if req.urgency == self.urgency:

@@ -93,8 +93,8 @@ class TokenGapBound:
         """Whether so many rows should decode in the extend step. `before_s`: what a decode step after it leaves of the
         bound.
 
-        They should if it takes less time. But sometimes it is the other way round, if the bound allows it: the model
-        learns the difference only if it sees both.
+        They should if that takes less time. One time in TRIAL_PERIOD it is the other way round, if the bound allows it:
+        the model learns the difference only if it sees both.
         """
         cost = self.model.cost
         is_faster = cost.joined_row_s * num_decodes < cost.step_s
