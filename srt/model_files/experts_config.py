@@ -23,7 +23,7 @@ class ClampedGate(NamedTuple):
 class SharedExpert(NamedTuple):
     """A dense feed-forward layer that each token of a sparse layer computes beside the experts of the router's choice.
 
-    Both outputs are added.
+    Its output is added to theirs.
     """
 
     intermediate_size: int
@@ -240,7 +240,8 @@ def _ernie_experts(
 ERNIE_GGUF_KEYS = (
     "leading_dense_block_count", "interleave_moe_layer_step", "expert_shared_count", SHARED_LENGTH_KEY,
 )  # fmt: skip
-"""The same of `ernie_gguf_experts`. The count of shared experts has no effect: they have one width together."""
+"""The keys that only `ernie_gguf_experts` reads. The count of shared experts has no effect: they have one width
+together."""
 
 
 def gguf_experts(

@@ -1,4 +1,4 @@
-"""The families of models: how each differs from plain Llama in config.json."""
+"""The families of models: how the config and the checkpoint of each differ from those of plain Llama."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from .layer_windows import (
     rotated_layers,
     rotated_with_window,
     window_everywhere,
+    window_everywhere_if_used,
     window_if_given,
     window_of_chosen_layers,
     window_of_every_other_layer,
@@ -36,13 +37,11 @@ from .layer_windows import (
     window_of_pattern,
     window_of_three_in_four_layers,
     window_of_upper_layers,
-    window_without_layers,
 )
 from .lfm2_families import LFM2_FAMILIES
 
 SOFT_CAP_KEYS = ("attn_logit_softcapping", "final_logit_softcapping")
 """The keys of the soft caps of scores and of logits, in config.json and in GGUF files."""
-
 
 _OLMO2 = Family(
     "olmo2",
@@ -115,6 +114,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama", "decoder", no_window, qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
@@ -157,7 +157,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         "decoder",
-        window_without_layers,
+        window_everywhere_if_used,
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm="heads",

@@ -1,4 +1,4 @@
-"""What a family of models may differ in from plain Llama. families.py has the families."""
+"""The ways in which a family of models may differ from plain Llama. families.py has the families."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Family:
     activation_key: str = "hidden_act"
     has_gates: bool = True
     """whether feed-forward layers multiply the activation by the outputs of a second projection"""
-    has_query_scalar: bool = False
+    has_query_pre_attn_scalar: bool = False
     """whether `query_pre_attn_scalar` replaces head_dim in the scale of attention"""
     has_local_rope: bool = False
     """whether layers with a window have a rotary embedding of their own"""

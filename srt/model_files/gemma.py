@@ -31,7 +31,7 @@ GEMMA3 = Family(
         "eos_token_id": 1,
     },
     activation_key="hidden_activation",
-    has_query_scalar=True,
+    has_query_pre_attn_scalar=True,
     default_rope_theta=1e6,
     has_local_rope=True,
     local_rope_theta=10000.0,

@@ -44,29 +44,12 @@ def config_from_hf(
     quantization = read_quantization_config(config, older_quantization, stacked_experts=family.stacked_experts)
     if quantization is not None and family.expert_names.has_rows_of_all:
         raise config.unsupported(f"quantization_config is not supported for {architecture}")
-    is_interleaved = family.interleaved_rotary
-    if family.has_latents and (given := config.flag("rope_interleave", is_interleaved)) != is_interleaved:
-        raise config.unsupported_value("rope_interleave", str(is_interleaved).lower(), given)
-    for key in ("rope_interleaved", "use_mrope", "use_cla"):
-        if config.flag(key):
-            raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
-    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if config.flag(key, causal) != causal:
-            raise config.unsupported(f"{key}={config.get(key)!r} is not supported: attention here is always causal")
-    if config.get("clip_qkv") is not None:
-        raise config.unsupported(f"clip_qkv={config.get('clip_qkv')!r} is not supported; supported: null")
-    soft_caps = [config.optional_number(key) for key in SOFT_CAP_KEYS]
-    for key, cap in zip(SOFT_CAP_KEYS, soft_caps, strict=True):
-        if cap is not None and not family.has_soft_caps:
-            raise config.unsupported(f"{key} is not supported for {architecture}")
-
+    _check_supported(config, family, architecture)
+    scores_soft_cap, logits_soft_cap = map(config.optional_number, SOFT_CAP_KEYS)
     num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
     latent = latent_from_hf(config) if family.has_latents else None
     head_dim = _head_dim(config, family, num_heads, hidden_size) if latent is None else latent.rope_dim
-    for key, known in (("attention_bias", family.qkv_bias), ("mlp_bias", family.mlp_bias)):
-        if config.flag(key) and known not in (True, key):
-            raise config.unsupported(f"{key} is not supported for {architecture}")
     context_len = config.integer("max_position_embeddings")
     windows = family.sliding_windows(config, num_layers)
     if family.has_local_rope:
@@ -103,8 +86,8 @@ def config_from_hf(
         embedding_scale=multipliers.embeddings,
         residual_scale=multipliers.residual,
         logits_divisor=multipliers.logits_divisor,
-        scores_soft_cap=soft_caps[0],
-        logits_soft_cap=soft_caps[1],
+        scores_soft_cap=scores_soft_cap,
+        logits_soft_cap=logits_soft_cap,
         input_norms=family.input_norms,
         output_norms=family.output_norms if family.output_norms_key is None else config.flag(family.output_norms_key),
         head_gates=family.head_gates_key is not None and config.flag(family.head_gates_key),
@@ -124,6 +107,27 @@ def config_from_hf(
         model_path=path,
         load_format=load_format,
     )
+
+
+def _check_supported(config: Settings, family: Family, architecture: str) -> None:
+    """Raise ModelNotSupported for a key that changes the computation in a way that no layer here has."""
+    is_interleaved = family.interleaved_rotary
+    if family.has_latents and (given := config.flag("rope_interleave", is_interleaved)) != is_interleaved:
+        raise config.unsupported_value("rope_interleave", str(is_interleaved).lower(), given)
+    for key in ("rope_interleaved", "use_mrope", "use_cla"):
+        if config.flag(key):
+            raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.flag(key, causal) != causal:
+            raise config.unsupported(f"{key}={config.get(key)!r} is not supported: attention here is always causal")
+    if config.get("clip_qkv") is not None:
+        raise config.unsupported(f"clip_qkv={config.get('clip_qkv')!r} is not supported; supported: null")
+    for key in SOFT_CAP_KEYS:
+        if config.optional_number(key) is not None and not family.has_soft_caps:
+            raise config.unsupported(f"{key} is not supported for {architecture}")
+    for key, known in (("attention_bias", family.qkv_bias), ("mlp_bias", family.mlp_bias)):
+        if config.flag(key) and known not in (True, key):
+            raise config.unsupported(f"{key} is not supported for {architecture}")
 
 
 def _head_dim(config: Settings, family: Family, num_heads: int, hidden_size: int) -> int:
@@ -155,7 +159,7 @@ def _multipliers(config: Settings, family: Family, head_dim: int, dtype: str | N
             config.number("scale_depth", math.sqrt(num_layers)) / math.sqrt(num_layers),
             hidden_size / config.number("dim_model_base", hidden_size),
         )
-    query_scalar = config.optional_number("query_pre_attn_scalar") if family.has_query_scalar else None
+    query_scalar = config.optional_number("query_pre_attn_scalar") if family.has_query_pre_attn_scalar else None
     root = math.sqrt(config.integer("hidden_size"))
     return _Multipliers((query_scalar or head_dim) ** -0.5, _rounded(root, dtype) if family.scales_embeddings else 1.0)
 

@@ -13,6 +13,7 @@ SlidingWindows: TypeAlias = tuple[int | None, ...]
 
 
 def no_window(config: Settings, num_layers: int) -> SlidingWindows:
+    """No layer has a window."""
     if config.get("sliding_window") is not None:
         raise config.unsupported(
             "sliding_window is not supported with this architecture, because engines interpret it differently"
@@ -21,12 +22,14 @@ def no_window(config: Settings, num_layers: int) -> SlidingWindows:
 
 
 def window_everywhere(config: Settings, num_layers: int) -> SlidingWindows:
+    """All layers have the window: 4096 if there is no key, and none if it is null (Mistral)."""
     if config.get("layer_types") is not None:
         raise config.unsupported("layer_types in a Mistral config is not supported: all its layers share one window")
     return (_window(config),) * num_layers
 
 
 def window_if_given(config: Settings, num_layers: int) -> SlidingWindows:
+    """All layers have the window that the config names, if any."""
     has_none = config.get("sliding_window") is None
     return (None if has_none else config.integer("sliding_window"),) * num_layers
 
@@ -38,6 +41,7 @@ def _window(config: Settings) -> int | None:
 
 
 def window_of_upper_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    """With `use_sliding_window`, the layers that `layer_types` names, or those from `max_window_layers` on (Qwen)."""
     window = _window(config) if config.flag("use_sliding_window") else None
     types = config.texts("layer_types")
     if types is None:
@@ -55,7 +59,8 @@ def _windows_of_types(config: Settings, types: list[str], num_layers: int, windo
     return tuple(known[kind] for kind in types)
 
 
-def window_without_layers(config: Settings, num_layers: int) -> SlidingWindows:
+def window_everywhere_if_used(config: Settings, num_layers: int) -> SlidingWindows:
+    """With `use_sliding_window`, all layers have the window (Qwen3-MoE)."""
     if not config.flag("use_sliding_window"):
         return (None,) * num_layers
     if config.get("layer_types") is not None:
@@ -69,6 +74,7 @@ def window_without_layers(config: Settings, num_layers: int) -> SlidingWindows:
 
 
 def window_of_named_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    """With `use_sliding_window`, the layers that `layer_types` names have the window (Qwen2-MoE)."""
     if not config.flag("use_sliding_window"):
         return (None,) * num_layers
     types = config.texts("layer_types")
@@ -81,6 +87,7 @@ def window_of_named_layers(config: Settings, num_layers: int) -> SlidingWindows:
 
 
 def window_of_chosen_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    """With `use_sliding_window`, the layers that `layer_types` names, or those that are not rotated (SmolLM3)."""
     window = None
     if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
         window = config.integer("sliding_window")
@@ -93,6 +100,7 @@ def window_of_chosen_layers(config: Settings, num_layers: int) -> SlidingWindows
 
 
 def window_of_local_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    """The layers that `layer_types` names, or all but each sixth or each `sliding_window_pattern`-th (Gemma 3)."""
     window, types = config.integer("sliding_window"), config.texts("layer_types")
     if types is None:
         return local_windows(window, config.integer("sliding_window_pattern", 6), num_layers)
@@ -100,6 +108,7 @@ def window_of_local_layers(config: Settings, num_layers: int) -> SlidingWindows:
 
 
 def window_of_three_in_four_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    """The layers that `layer_types` names, or all but each fourth (OLMo 3)."""
     window, types = config.integer("sliding_window"), config.texts("layer_types")
     if types is None:
         return local_windows(window, 4, num_layers)
@@ -107,6 +116,7 @@ def window_of_three_in_four_layers(config: Settings, num_layers: int) -> Sliding
 
 
 def window_of_pattern(config: Settings, num_layers: int) -> SlidingWindows:
+    """As `window_of_local_layers`, but with a pattern of 4, and a config may have no window (EXAONE 4)."""
     types = config.texts("layer_types")
     window = None if config.get("sliding_window") is None else config.integer("sliding_window")
     if types is not None:
@@ -124,6 +134,7 @@ def local_windows(window: int, period: int, num_layers: int) -> SlidingWindows:
 
 
 def window_of_every_other_layer(config: Settings, num_layers: int) -> SlidingWindows:
+    """The layers that `layer_types` names, or the layers 0, 2, 4, ... (Gemma 2, GPT-OSS)."""
     types = config.texts("layer_types")
     if types is None:
         types = ["full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)]
@@ -131,12 +142,14 @@ def window_of_every_other_layer(config: Settings, num_layers: int) -> SlidingWin
 
 
 def rotated_with_window(config: Settings, windows: SlidingWindows) -> tuple[bool, ...]:
-    # In a model with a window, only layers that have it are rotated, even if none has. GGUF files have the second key.
+    """In a model with a window, the layers that have it are rotated, even if none has (EXAONE 4)."""
+    # GGUF files have the second key.
     model_window = config.get("sliding_window") or config.get("attention.sliding_window")
     return tuple(not model_window or window is not None for window in windows)
 
 
 def rotated_layers(config: Settings, windows: SlidingWindows) -> tuple[bool, ...]:
+    """The layers that `no_rope_layers` marks, or all but each `no_rope_layer_interval`-th (SmolLM3)."""
     return _rotated(config, len(windows))
 
 

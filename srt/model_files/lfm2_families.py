@@ -93,7 +93,6 @@ _LFM2 = Family(
     qk_norm_names=("q_layernorm", "k_layernorm"),
     default_rms_norm_eps=1e-5,
     default_rope_theta=1e6,
-    tied_by_default=True,
     layer_names=_LAYER_NAMES,
     convolutions=convolutions_from_hf,
     with_llama_keys=_with_adjusted_width,
