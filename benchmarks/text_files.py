@@ -47,7 +47,7 @@ class MooncakeLine(NamedTuple):
     other request."""
 
 
-def mooncake_lines(path: Path, num_requests: int | None = None) -> Iterator[MooncakeLine]:
+def mooncake_lines(path: Path, num_requests: int | None) -> Iterator[MooncakeLine]:
     """The first requests of a trace, in the order of its lines. None: all.
 
     Each line is a JSON object with `timestamp` (ms), `input_length`, `output_length` and perhaps `hash_ids`. Raises

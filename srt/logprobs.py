@@ -155,7 +155,7 @@ def sglang_lists(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     new: NewLogprobs,
-    text_of: TextOf | None = None,
+    text_of: TextOf | None,
 ) -> dict[str, list[Any]]:
     """The fields of SGLang's `meta_info`: lists of [log probability, token id, text].
 

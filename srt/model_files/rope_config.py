@@ -335,11 +335,12 @@ def yarn_scaling(
     source: Settings,
     factor: float,
     original_context_len: int,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    attention_factor: float | None = None,
-    truncate: bool = True,
+    beta_fast: float,
+    beta_slow: float,
+    attention_factor: float | None,
+    truncate: bool,
 ) -> YarnScaling:
+    """YaRN. `attention_factor`: None: that of the paper. Raises ValueError for a context that is too long."""
     context_len = original_context_len * factor
     if not 1 <= context_len <= MAX_POSITIONS:
         raise ValueError(
