@@ -43,10 +43,10 @@ class Rotary(Protocol):
 
 
 class AttentionLayer(Protocol):
-    """Attention: the outputs of the first linear layer, [T, n] -> [T, heads * value_dim]. Stores K and V in the pool.
+    """The mixer of a layer, between two linear layers. It stores in the pool what later tokens need of its tokens.
 
-    Without latents, n is (heads + 2 * kv_heads) * head_dim. A short convolution is such a layer, too: it takes
-    [T, 3 * channels], ignores rotations, and stores one vector of each token.
+    Attention: the outputs of the first linear layer, [T, n] -> [T, heads * value_dim]. Without latents, n is
+    (heads + 2 * kv_heads) * head_dim. A short convolution: [T, 3 * channels] -> [T, channels]. It ignores rotations.
     """
 
     def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
@@ -71,12 +71,13 @@ class LayerKinds(Protocol):
     def attention(
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
     ) -> AttentionLayer:
-        """Make attention. `sinks`: those of a layer whose spec has them (`AttentionBackend.attend`)."""
+        """Make attention. `layer_id`: the index of the layer among those with attention. `sinks`: those of a layer
+        whose spec has them (`AttentionBackend.attend`)."""
 
     def latent_attention(
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
-        """Make latent attention. `layers`: made by `norm` and `linear`."""
+        """Make latent attention. `layer_id`: as in `attention`. `layers`: made by `norm` and `linear`."""
 
     def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
         """Make attention with gates (HeadGates). `attention`: made by `attention`."""
@@ -248,9 +249,9 @@ def layers_for(
     """The kind of layers that goes with an attention backend.
 
     `quantized`: whether weights are QuantizedWeights, which only `cpu` has. `widths`: lengths of the vectors that
-    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `compact`: whether a
-    CPU's weights of bfloat16 are compact (packing.py). `fuse_small_steps` and `dependent_launch`: see
-    FusedTritonLayers; other backends have no such layers.
+    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `compact`: whether a CPU's weights of
+    bfloat16 are compact (packing.py). `fuse_small_steps` and `dependent_launch`: see FusedTritonLayers; other backends
+    have no such layers.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:

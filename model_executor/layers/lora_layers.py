@@ -29,7 +29,7 @@ class LoraShape(NamedTuple):
     """of each matrix that is stacked in it; each has an A of its own"""
     columns: int
     gated: bool = False
-    """whether it is a gate and up projection: one half of the rows are those of gate, then come those of up"""
+    """whether it is a gate and up projection: the first half of its rows is that of gate, the second that of up"""
 
 
 class LoraWeight(NamedTuple):

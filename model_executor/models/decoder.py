@@ -1,9 +1,6 @@
-"""The decoder of all families: Llama, Mistral, Mixtral, Qwen 2, Qwen 2 MoE, Qwen 3, Phi 3, SmolLM 3, Gemma 2,
-Gemma 3, OLMo 2, OLMo 3, OLMoE, Granite 3, Granite MoE, Granite 4 without Mamba, GLM-4, GLM-4.5, GLM-4.7-Flash,
-dots.llm1, DeepSeek V2, DeepSeek V3, Youtu-LLM, MiniCPM 3, Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee AFM, Ministral 3,
-Hunyuan, GPT-OSS, LFM2 and LFM3.
+"""The decoder of all families (srt/model_files/families.py). Their differences are fields of ModelConfig.
 
-Their differences are fields of ModelConfig. Constant factors need few operations, because the residual stream is
+Constant factors need few operations, because the residual stream is
 divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
 constant.
 
@@ -78,9 +75,10 @@ class _StoredExperts(Sequence[ExpertWeights]):
 
 
 class DecoderLayer:
-    """One layer: residual += attention(residual), then residual += feed_forward(residual).
+    """One layer: residual += mixer(residual), then residual += feed_forward(residual).
 
-    With `input_norms`, the inputs of both are normalised, with `output_norms`, the outputs are.
+    The mixer is attention or a short convolution, with a linear layer before and after it. With `input_norms`, the
+    inputs of both parts are normalised, with `output_norms`, their outputs are.
 
     The norm of an output also computes the sum. Without it, the next norm does, in the same pass: that of the next
     layer, or the final norm. Layers for few tokens may compute the sum themselves (layers/residual.py).
@@ -96,7 +94,7 @@ class DecoderLayer:
         input_norm: RMSNorm | None,
         next_norm: RMSNorm | None,
     ) -> None:
-        """`input_norm`: that of this layer's attention. `next_norm`: that of the next layer, or the last of the model.
+        """`input_norm`: that before this layer's mixer. `next_norm`: that of the next layer, or the last of the model.
 
         None: there is none.
         """
@@ -117,7 +115,7 @@ class DecoderLayer:
         prefix = f"layers.{layer_id}."
         self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
-        self.rope = _distinct_ropes(config).index(config.ropes[layer_id])
+        self.rope_index = _distinct_ropes(config).index(config.ropes[layer_id])
         self.mixer = _mixer(config, layer_id, params, backend, layers)
         self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = _input_norm(config, params, f"{prefix}post_attention_norm.weight", layers)
@@ -144,23 +142,24 @@ class DecoderLayer:
         self._normed_inner = of_stream(self.post_attention_norm, self.inner_proj)
         self._summed_down = before_sum(self.down_proj, "feed_forward_output_norm", next_norm)
 
-    def attend(
+    def mix(
         self, x: Pending, residual: torch.Tensor | None, rotations: Sequence[Any], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x to the residual in place, and compute attention or the convolution: its output [T, n], residual.
+        """Add x to the residual in place, and compute the mixer without its last linear layer: [T, n], residual.
 
         x, residual: [T, hidden] each. The first layer has no residual: x becomes it. An x that is None or ScaledRows is
         in the residual already.
         """
         qkv, residual = self._normed_qkv(x, residual, batch)
-        return self.mixer(qkv, rotations[self.rope], batch), residual
+        return self.mixer(qkv, rotations[self.rope_index], batch), residual
 
-    def feed_forward(self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Pending:
-        """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
+    def feed_forward(self, mixed: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Pending:
+        """Compute the last linear layer of the mixer, add its output to the residual in place, and compute the
+        feed-forward output, [T, hidden]. `mixed`: from `mix`.
 
         The caller adds the result to the residual, unless it is None or ScaledRows.
         """
-        pending = self._summed_o(attention_out, residual, batch)
+        pending = self._summed_o(mixed, residual, batch)
         if self._normed_experts is not None:
             return self._normed_experts(pending, residual, batch)[0]
         inner, residual = self._normed_inner(pending, residual, batch)
@@ -207,15 +206,15 @@ class Decoder:
         residual: torch.Tensor | None = None
         pending: Pending = x
         for layer in self.layers:
-            attention_out, residual = layer.attend(pending, residual, rotations, batch)
+            mixed, residual = layer.mix(pending, residual, rotations, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:
-                # K and V of all tokens are stored. The rest of the model is needed only for the sampled tokens.
-                attention_out = self._select_rows(attention_out, batch.logits_indices)
+                # The pool has what later steps need of all tokens. The rest is needed only for the sampled tokens.
+                mixed = self._select_rows(mixed, batch.logits_indices)
                 residual = self._select_rows(residual, batch.logits_indices)
                 if not len(residual):
                     return Stream(None, residual)
                 batch = batch.of_sampled()
-            pending = layer.feed_forward(attention_out, residual, batch)
+            pending = layer.feed_forward(mixed, residual, batch)
         return Stream(pending, residual)
 
 
@@ -227,22 +226,23 @@ def _input_norm(config: ModelConfig, params: Parameters, name: str, layers: Laye
 def _mixer(
     config: ModelConfig, layer_id: int, params: Parameters, backend: AttentionBackend, layers: LayerKinds
 ) -> AttentionLayer:
-    """Attention, or the convolution in its place. Pool and backend count the layers of each kind for themselves."""
+    """Attention, or the convolution in its place. The pool and the attention backend number the layers of each kind
+    separately, from 0."""
     prefix = f"layers.{layer_id}."
     if not config.has_attention(layer_id):
         assert config.convolutions is not None
         stored = backend.kv_pool.conv_buffer[config.convolutions.layers.index(layer_id)]
         names = convolution_name(layer_id), convolution_bias_name(layer_id)
         return layers.convolution(stored, ConvolutionWeights(params[names[0]], params.get(names[1])))
-    place = config.attention_layers.index(layer_id)
+    index = config.attention_layers.index(layer_id)
     if config.latent is not None:
         parts = _latent_layers(config, layer_id, params, layers)
-        return layers.latent_attention(place, backend, config.latent, parts)
+        return layers.latent_attention(index, backend, config.latent, parts)
     qk_norm = None
     if config.qk_norm:
         q_norm, k_norm = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
         qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, norm_after=config.qk_norm == "rotated_heads")
-    attention = layers.attention(place, backend, qk_norm, params.get(sinks_name(layer_id)))
+    attention = layers.attention(index, backend, qk_norm, params.get(sinks_name(layer_id)))
     return layers.gated_heads(attention, config.num_heads) if config.head_gates else attention
 
 
@@ -259,7 +259,7 @@ def _latent_layers(config: ModelConfig, layer_id: int, params: Parameters, layer
 
 
 def _distinct_ropes(config: ModelConfig) -> list[RopeConfig]:
-    """The rotary embeddings of the layers, each once. A layer knows its place among them."""
+    """The rotary embeddings of the layers, each once."""
     return list(dict.fromkeys(config.ropes))
 
 

@@ -14,10 +14,20 @@ import torch
 
 from ...srt.model_files.experts_config import GGUF_NAMES
 from ...srt.model_files.families import FAMILIES
+from ...srt.model_files.family import Family
 from ...srt.model_files.model_config import ModelConfig
 from .convolution_parameters import convolution, convolution_linears
 from .latent_parameters import kv_b_proj, latent_linears, latent_norms
 from .parameter import LinearParts, Parameter, Part, Shard, Split, half_split_order, stacked
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+"""The names of these two in a checkpoint."""
+ROUTER_ENDING = ".router.weight"
+SHARED_GATE_ENDING = ".shared_expert_gate.weight"
+_SINKS_ENDING = ".sinks"
+_CORRECTIONS_ENDING = ".router.corrections"
+_FLOAT32_ENDINGS = (_SINKS_ENDING, _CORRECTIONS_ENDING)
 
 
 class ParameterDtypes(NamedTuple):
@@ -28,7 +38,7 @@ class ParameterDtypes(NamedTuple):
     float32, because a small error may choose another expert."""
     matrices: torch.dtype
     routers: torch.dtype
-    """of mixtures of experts: float32, or that of other matrices"""
+    """Of mixtures of experts: float32, or that of other matrices."""
 
     def of(self, parameter: Parameter) -> torch.dtype:
         if parameter.name.endswith(ROUTER_ENDING):
@@ -87,36 +97,47 @@ def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     """The parameters of the model that `config` describes, under the names that `Decoder` uses."""
-    family, hidden, head_dim = FAMILIES[config.architecture], config.hidden_size, config.head_dim
-    names = family.layer_names
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    inter = config.intermediate_size
-    q = Part("self_attn.q_proj", (q_size,))
-    k, v = Part("self_attn.k_proj", (kv_size,)), Part("self_attn.v_proj", (kv_size,))
-    gate, up = Part(names.gate, (inter,)), Part(names.up, (inter,))
-    if family.stacked_qkv:
-        q, k, v = stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
-    if family.stacked_gate_up:
-        gate, up = stacked(names.gate_up, inter, inter)
-    if config.rope.rotary_dim is not None or family.interleaved_rotary:
-        order = half_split_order(head_dim, config.rope.rotary_dim, family.interleaved_rotary)
-        q, k = q._replace(head_order=order), k._replace(head_order=order)
-    attended = config.num_heads * config.value_dim
-    of_attention = (q, k, v, Part(names.head_gates, (config.num_heads,))) if config.head_gates else (q, k, v)
-    linears = {
-        "qkv_proj": LinearParts(of_attention, hidden, config.qkv_bias, Split.COLUMNS),
-        "o_proj": LinearParts((Part(names.o_proj, (hidden,)),), attended, config.o_bias, Split.ROWS),
-    }
-    latent = config.latent
-    if latent is not None:
-        linears |= latent_linears(latent, hidden, config.num_heads, interleaved=family.interleaved_rotary)
-    linears_of_convolutions = {} if config.convolutions is None else convolution_linears(config.convolutions, hidden)
-    inner = {"gate_up_proj": (gate, up)} if config.has_gates else {"up_proj": (up,)}
-    dense = {
-        **{name: LinearParts(parts, hidden, config.mlp_bias, Split.COLUMNS) for name, parts in inner.items()},
-        "down_proj": LinearParts((Part(names.down, (hidden,)),), inter, config.mlp_bias, Split.ROWS),
-    }
-    norm = Part("", (hidden,), offset=config.norm_offset)
+    hidden, of_layers = config.hidden_size, _LayerParts.of(config)
+    parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
+    for index in range(config.num_layers):
+        parameters.extend(_layer(config, index, of_layers))
+    last_norm = FAMILIES[config.architecture].layer_names.last_norm
+    part = Part(f"{last_norm}.weight", (hidden,), offset=config.norm_offset, factor=1 / config.logits_divisor)
+    parameters.append(Parameter("norm.weight", (hidden,), (part,), Split.REPLICATED))
+    if not config.tie_word_embeddings:
+        parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
+    return parameters
+
+
+class _LayerParts(NamedTuple):
+    """What layers are made from, by the names of the model. Names of tensors lack their beginnings and endings."""
+
+    norms: dict[str, Part]
+    """of every layer"""
+    attention_norms: dict[str, Part]
+    attention: dict[str, LinearParts]
+    convolution: dict[str, LinearParts]
+    dense: dict[str, LinearParts]
+    """the feed-forward layer of a layer without experts"""
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> _LayerParts:
+        family, convolutions = FAMILIES[config.architecture], config.convolutions
+        order = None
+        if config.rope.rotary_dim is not None or family.interleaved_rotary:
+            order = half_split_order(config.head_dim, config.rope.rotary_dim, family.interleaved_rotary)
+        return cls(
+            norms=_norms(config, family),
+            attention_norms=_attention_norms(config, family, order),
+            attention=_attention_linears(config, family, order),
+            convolution={} if convolutions is None else convolution_linears(convolutions, config.hidden_size),
+            dense=_dense_linears(config, family),
+        )
+
+
+def _norms(config: ModelConfig, family: Family) -> dict[str, Part]:
+    """The norms of the residual and of the outputs of layers."""
+    names, norm = family.layer_names, Part("", (config.hidden_size,), offset=config.norm_offset)
     norms: dict[str, Part] = {}
     if config.input_norms:
         # In most families with norms of outputs, that of attention has the name of this one.
@@ -132,50 +153,81 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
             "attention_output_norm": output_norm._replace(name=family.output_norm_names[0]),
             "feed_forward_output_norm": output_norm._replace(name=family.output_norm_names[1]),
         }
-    has_sinks = family.attention_sinks
-    norms_of_attention: dict[str, Part] = {}
+    return norms
+
+
+def _attention_norms(config: ModelConfig, family: Family, order: tuple[int, ...] | None) -> dict[str, Part]:
+    """The norms of queries and keys, or of latents. `order`: `Part.head_order` of queries and keys."""
+    norms: dict[str, Part] = {}
     if config.qk_norm is not None:
-        sizes = (q_size, kv_size) if config.qk_norm == "rows" else (head_dim, head_dim)
-        for name, stored, size in zip(("q_norm", "k_norm"), family.qk_norm_names, sizes, strict=True):
-            part = norm._replace(name=f"self_attn.{stored}", shape=(size,), head_order=q.head_order)
-            norms_of_attention[name] = part
-    if latent is not None:
-        norms_of_attention |= latent_norms(latent)
+        of_rows, head_dim = config.qk_norm == "rows", config.head_dim
+        heads = (config.num_heads, config.num_kv_heads) if of_rows else (1, 1)
+        for name, stored, count in zip(("q_norm", "k_norm"), family.qk_norm_names, heads, strict=True):
+            name_in_layer, shape = f"self_attn.{stored}", (count * head_dim,)
+            norms[name] = Part(name_in_layer, shape, offset=config.norm_offset, head_order=order)
+    return norms if config.latent is None else norms | latent_norms(config.latent)
 
-    def layer(index: int) -> Iterator[Parameter]:
-        source = f"model.layers.{index}."
-        has_attention, is_sparse = config.has_attention(index), config.is_sparse(index)
-        for name, part in (norms | norms_of_attention if has_attention else norms).items():
-            stored = part._replace(name=f"{source}{part.name}.weight")
-            yield Parameter(f"layers.{index}.{name}.weight", part.shape, (stored,), Split.REPLICATED)
-        if not has_attention:
-            assert config.convolutions is not None
-            yield from convolution(config.convolutions, index, source, is_gguf=config.load_format == "gguf")
-        if has_sinks:
-            sinks = f"{source}self_attn.sinks"
-            yield _whole(sinks_name(index), sinks, (config.num_heads,), Split.COLUMNS)
-        if latent is not None:
-            yield kv_b_proj(latent, index, source, config.num_heads)
-        mixer = linears if has_attention else linears_of_convolutions
-        for name, (parts, columns, bias, split) in (mixer if is_sparse else mixer | dense).items():
-            rows = sum(part.shape[0] for part in parts)
-            weights = tuple(_renamed(part, f"{source}{part.name}.weight", columns) for part in parts)
-            yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights, split)
-            if bias:
-                biases = tuple(_renamed(part, f"{source}{part.name}.bias") for part in parts)
-                bias_split = Split.FIRST_RANK if split is Split.ROWS else split
-                yield Parameter(f"layers.{index}.{name}.bias", (rows,), biases, bias_split)
-        if is_sparse:
-            yield from _experts(config, index)
 
-    parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
-    for index in range(config.num_layers):
-        parameters.extend(layer(index))
-    last_norm = norm._replace(name=f"{names.last_norm}.weight", factor=1 / config.logits_divisor)
-    parameters.append(Parameter("norm.weight", (hidden,), (last_norm,), Split.REPLICATED))
-    if not config.tie_word_embeddings:
-        parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
-    return parameters
+def _attention_linears(config: ModelConfig, family: Family, order: tuple[int, ...] | None) -> dict[str, LinearParts]:
+    """The linear layers around attention. `order`: `Part.head_order` of queries and keys."""
+    hidden, names = config.hidden_size, family.layer_names
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q = Part("self_attn.q_proj", (q_size,))
+    k, v = Part("self_attn.k_proj", (kv_size,)), Part("self_attn.v_proj", (kv_size,))
+    if family.stacked_qkv:
+        q, k, v = stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
+    parts = [q._replace(head_order=order), k._replace(head_order=order), v]
+    if config.head_gates:
+        parts.append(Part(names.head_gates, (config.num_heads,)))
+    out_size = config.num_heads * config.value_dim
+    linears = {
+        "qkv_proj": LinearParts(tuple(parts), hidden, config.qkv_bias, Split.COLUMNS),
+        "o_proj": LinearParts((Part(names.o_proj, (hidden,)),), out_size, config.o_bias, Split.ROWS),
+    }
+    if config.latent is None:
+        return linears
+    return linears | latent_linears(config.latent, hidden, config.num_heads, interleaved=family.interleaved_rotary)
+
+
+def _dense_linears(config: ModelConfig, family: Family) -> dict[str, LinearParts]:
+    """The linear layers of a feed-forward layer."""
+    hidden, inter, names = config.hidden_size, config.intermediate_size, family.layer_names
+    gate, up = Part(names.gate, (inter,)), Part(names.up, (inter,))
+    if family.stacked_gate_up:
+        gate, up = stacked(names.gate_up, inter, inter)
+    name, parts = ("gate_up_proj", (gate, up)) if config.has_gates else ("up_proj", (up,))
+    return {
+        name: LinearParts(parts, hidden, config.mlp_bias, Split.COLUMNS),
+        "down_proj": LinearParts((Part(names.down, (hidden,)),), inter, config.mlp_bias, Split.ROWS),
+    }
+
+
+def _layer(config: ModelConfig, index: int, of_layers: _LayerParts) -> Iterator[Parameter]:
+    """The parameters of a layer."""
+    source = f"model.layers.{index}."
+    has_attention, is_sparse = config.has_attention(index), config.is_sparse(index)
+    norms = of_layers.norms | of_layers.attention_norms if has_attention else of_layers.norms
+    for name, part in norms.items():
+        stored = part._replace(name=f"{source}{part.name}.weight")
+        yield Parameter(f"layers.{index}.{name}.weight", part.shape, (stored,), Split.REPLICATED)
+    if not has_attention:
+        assert config.convolutions is not None
+        yield from convolution(config.convolutions, index, source, is_gguf=config.load_format == "gguf")
+    if FAMILIES[config.architecture].attention_sinks:
+        yield _whole(sinks_name(index), f"{source}self_attn.sinks", (config.num_heads,), Split.COLUMNS)
+    if config.latent is not None:
+        yield kv_b_proj(config.latent, index, source, config.num_heads)
+    linears = of_layers.attention if has_attention else of_layers.convolution
+    for name, (parts, columns, bias, split) in (linears if is_sparse else linears | of_layers.dense).items():
+        rows = sum(part.shape[0] for part in parts)
+        weights = tuple(_renamed(part, f"{source}{part.name}.weight", columns) for part in parts)
+        yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights, split)
+        if bias:
+            biases = tuple(_renamed(part, f"{source}{part.name}.bias") for part in parts)
+            bias_split = Split.FIRST_RANK if split is Split.ROWS else split
+            yield Parameter(f"layers.{index}.{name}.bias", (rows,), biases, bias_split)
+    if is_sparse:
+        yield from _experts(config, index)
 
 
 def sinks_name(layer: int) -> str:
@@ -275,15 +327,6 @@ def _expert_parts(
 
 def _renamed(part: Part, name: str, *columns: int) -> Part:
     return part._replace(name=name, shape=(*part.shape, *columns))
-
-
-ROUTER_ENDING = ".router.weight"
-SHARED_GATE_ENDING = ".shared_expert_gate.weight"
-_SINKS_ENDING = ".sinks"
-_CORRECTIONS_ENDING = ".router.corrections"
-_FLOAT32_ENDINGS = (_SINKS_ENDING, _CORRECTIONS_ENDING)
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 
 
 def _whole(name: str, checkpoint_name: str, shape: tuple[int, ...], split: Split = Split.REPLICATED) -> Parameter:

@@ -98,9 +98,11 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
         parts = [rank.model.layers[index] for rank in ranks]
         normed = input_of(layer.input_norm, x, residual)
         residual = x if residual is None else residual
-        attended = layer.mixer(layer.qkv_proj(normed, batch), whole.model.rotary(batch.positions)[layer.rope], batch)
+        attended = layer.mixer(
+            layer.qkv_proj(normed, batch), whole.model.rotary(batch.positions)[layer.rope_index], batch
+        )
         by_rank = [
-            part.mixer(part.qkv_proj(normed, batch), rank.model.rotary(batch.positions)[layer.rope], batch)
+            part.mixer(part.qkv_proj(normed, batch), rank.model.rotary(batch.positions)[layer.rope_index], batch)
             for part, rank in zip(parts, ranks, strict=True)
         ]
         assert close(torch.cat(by_rank, 1), attended), "heads are concatenated"
