@@ -30,9 +30,10 @@ class StoredConvolutions(NamedTuple):
 class TokenToKVPool:
     """The KV pool: K and V of every slot, in two tensors for each layer.
 
-    `k_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; `v_buffer[layer]`: the same with value_dim. The first
-    page is the dummy that padded entries write to. All values start as zero: a slot that was never written must not
-    hold a NaN, because an attention weight of zero times NaN is NaN.
+    `k_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; `v_buffer[layer]`: the same with
+    attended_dim, which is latent_dim in latent attention, and head_dim elsewhere. The first page is the dummy that
+    padded entries write to. All numbers start as zero: a slot that was never written must not hold a NaN, because an
+    attention weight of zero times NaN is NaN.
 
     In latent attention (MLA, arXiv 2405.04434) the value of a token is the first `latent_dim` components of its key.
     The pool then stores keys only, and `v_buffer` has views of them.
@@ -40,7 +41,7 @@ class TokenToKVPool:
     If `panel` is given, the pool has the panel layout of csrc/cpu/kv_panels.h: blocks of `panel` slots, with `n`
     numbers in a word of 32 bits.
     k_buffer: [blocks, num_kv_heads, head_dim / n, panel, n],
-    v_buffer: [blocks, num_kv_heads, value_dim / panel, panel / n, panel, n].
+    v_buffer: [blocks, num_kv_heads, attended_dim / panel, panel / n, panel, n].
     All layers of a block are neighbours in memory, so memory use grows with the number of tokens. Keys and values have
     different orders in a panel, so the pool then stores the values of latent attention, too.
 
@@ -65,8 +66,8 @@ class TokenToKVPool:
         """`size`: tokens, without the dummy page. Raises ValueError unless it is a positive multiple of `page_size`.
 
         `page_size`, `head_dim` and `latent_dim` must be multiples of `panel`. `latent_dim`: that of latent attention,
-        which has one KV head; None: values are stored beside keys. `num_layers`: those with
-        attention; `convolutions`: of the others.
+        which has one KV head; None: values are stored beside keys. `num_layers`: those with attention. `convolutions`:
+        of the others.
         """
         if page_size < 1 or size < page_size or size % page_size:
             raise ValueError(f"pool size must be a positive multiple of page size {page_size}, got {size}")
@@ -80,31 +81,38 @@ class TokenToKVPool:
         self._whole: torch.Tensor | None = None
         """All values of a pool in panels."""
         assert latent_dim is None or (num_kv_heads == 1 and latent_dim <= head_dim)
-        value_dim = head_dim if latent_dim is None else latent_dim
+        attended_dim = head_dim if latent_dim is None else latent_dim
         device = torch.device(device)
         layers, slots = range(num_layers), size + page_size
         self._convolved: torch.Tensor | None = None
         self.conv_buffer: Sequence[torch.Tensor] = ()
         if convolutions is not None:
             shape = (slots, convolutions.num_layers, convolutions.channels)
-            self._convolved = _zeros(shape, convolutions.dtype, torch.device(device))
+            self._convolved = _zeros(shape, convolutions.dtype, device)
             self.conv_buffer = self._convolved.unbind(1)
         if panel is None:
             shape = (slots, num_kv_heads, head_dim)
             self.k_buffer = [_zeros(shape, dtype, device) for _ in layers]
             if self._shares_keys:
-                self.v_buffer = [keys[..., :value_dim] for keys in self.k_buffer]
+                self.v_buffer = [keys[..., :attended_dim] for keys in self.k_buffer]
             else:
                 self.v_buffer = [_zeros(shape, dtype, device) for _ in layers]
             return
-        assert page_size % panel == head_dim % panel == value_dim % panel == 0, (page_size, head_dim, value_dim, panel)
+        assert page_size % panel == head_dim % panel == attended_dim % panel == 0, (
+            page_size,
+            head_dim,
+            attended_dim,
+            panel,
+        )
         blocks = slots // panel, num_kv_heads
-        of_keys, of_values = (num_kv_heads * panel * dim for dim in (head_dim, value_dim))
+        of_keys, of_values = (num_kv_heads * panel * dim for dim in (head_dim, attended_dim))
         both = _zeros((blocks[0], num_layers, of_keys + of_values), dtype, device)
         self._whole = both
         keys, values = both[..., :of_keys], both[..., of_keys:]
         self.k_buffer = [keys[:, layer].view(*blocks, head_dim // n, panel, n) for layer in layers]
-        self.v_buffer = [values[:, layer].view(*blocks, value_dim // panel, panel // n, panel, n) for layer in layers]
+        self.v_buffer = [
+            values[:, layer].view(*blocks, attended_dim // panel, panel // n, panel, n) for layer in layers
+        ]
 
     @staticmethod
     def bytes_per_token(
@@ -116,11 +124,11 @@ class TokenToKVPool:
         latent_dim: int | None = None,
     ) -> int:
         """The size of the K and V of a slot in bytes. The arguments are those of the pool."""
-        value_dim = head_dim if latent_dim is None else latent_dim if panel is not None else 0
-        return num_layers * num_kv_heads * (head_dim + value_dim) * dtype.itemsize
+        attended_dim = head_dim if latent_dim is None else latent_dim if panel is not None else 0
+        return num_layers * num_kv_heads * (head_dim + attended_dim) * dtype.itemsize
 
     def set_kv(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] at slots: int64 [T], cast to the
+        """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, attended_dim] at slots: int64 [T], cast to the
         pool's dtype.
 
         The slots are distinct, except the dummy slot, which keeps the last write. In latent attention v is the first
@@ -142,7 +150,7 @@ class TokenToKVPool:
         self.v_buffer[layer][block, :, :, at // n, :, at % n] = v.reshape(-1, heads, v.shape[2] // panel, panel)
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] of slots: int64 [T]."""
+        """Read k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, attended_dim] of slots: int64 [T]."""
         k, v = self.k_buffer[layer], self.v_buffer[layer]
         if self._panel is None:
             return k[slots], v[slots]

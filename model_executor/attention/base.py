@@ -39,16 +39,18 @@ class AttentionSpec:
 class AttentionBackend(ABC):
     """Computes attention over the KV pool, for all layers of a model.
 
-    The runner calls `plan(batch)` once per step. Then the model calls `forward` for layers 0, 1, ... in order. Layers
-    that store K and V themselves call `attend` instead. A token at position p of a request attends to positions 0..p
-    of that request, the tokens of this step included. In a layer with a sliding window it attends to the last `window`
-    of them. A backend may keep its plan until the next step, but no results.
+    The runner calls `plan(batch)` once per step. Then each layer with attention calls `forward`, or `attend` if it
+    stores K and V itself. `layer_id` numbers these layers from 0; layers without attention do not count.
+
+    A token at position p of a request attends to positions 0..p of that request, the tokens of this step included. In a
+    layer with a sliding window it attends to the last `window` of them. A backend may keep its plan until the next
+    step, but no results.
     """
 
     name: str
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> None:
-        """`specs`: one per layer. Raises ModelNotSupported for a spec that this backend cannot compute."""
+        """`specs`: of the layers with attention. Raises ModelNotSupported for one that this backend cannot compute."""
         first = specs[0]
         for spec in specs:
             if (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.latent_dim) != (
@@ -61,7 +63,8 @@ class AttentionBackend(ABC):
         self.kv_pool = kv_pool
         self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         self.latent_dim = first.latent_dim
-        self.value_dim = first.head_dim if first.latent_dim is None else first.latent_dim
+        self.attended_dim = first.head_dim if first.latent_dim is None else first.latent_dim
+        """components of what attention sums for a head, as in ModelConfig"""
         self.scales = [spec.scale for spec in specs]
         """[num_layers]"""
         self.sliding_windows = [spec.window for spec in specs]
@@ -101,7 +104,7 @@ class AttentionBackend(ABC):
     def attend(
         self, q: torch.Tensor, layer_id: int, batch: ForwardBatch, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute attention for q: [T, num_heads, head_dim], rotated. Returns [T, num_heads * value_dim].
+        """Compute attention for q: [T, num_heads, head_dim], rotated. Returns [T, num_heads * attended_dim].
 
         The last dimension of q is contiguous; the others may have any strides, because q is often a view of the fused
         projection. The pool already holds K and V of the new tokens, at `batch.out_cache_loc`. sinks: the logit of each
@@ -123,8 +126,8 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, value_dim] at `batch.out_cache_loc`, then call
-        `attend`.
+        """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, attended_dim] at `batch.out_cache_loc`, then
+        call `attend`.
 
         k is rotated. The strides of k and v are as free as those of q.
         """

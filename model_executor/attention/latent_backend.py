@@ -46,7 +46,7 @@ class LatentAttentionBackend(TritonAttentionBackend):
         out: torch.Tensor,
     ) -> None:
         latent_decode_attention(
-            q, self.kv_pool.k_buffer[layer_id], self.value_dim, batch.req_to_token, launch.rows, launch.seq_lens,
+            q, self.kv_pool.k_buffer[layer_id], self.attended_dim, batch.req_to_token, launch.rows, launch.seq_lens,
             launch.work, out, sm_scale=self.scales[layer_id], q_loc=launch.q_loc, tile=self._decode_tile,
         )  # fmt: skip
 
@@ -62,8 +62,9 @@ class LatentAttentionBackend(TritonAttentionBackend):
     ) -> None:
         assert batch.extend_start_loc is not None and batch.prefix_lens is not None
         latent_extend_attention(
-            q, self.kv_pool.k_buffer[layer_id], self.value_dim, batch.req_to_token, batch.rows, batch.extend_start_loc,
-            batch.prefix_lens, work, out, longest=longest, sm_scale=self.scales[layer_id], tile=self._extend_tile,
+            q, self.kv_pool.k_buffer[layer_id], self.attended_dim, batch.req_to_token, batch.rows,
+            batch.extend_start_loc, batch.prefix_lens, work, out, longest=longest, sm_scale=self.scales[layer_id],
+            tile=self._extend_tile,
         )  # fmt: skip
 
     def can_fuse(self, batch: ForwardBatch, dtype: torch.dtype) -> bool:

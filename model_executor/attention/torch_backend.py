@@ -155,7 +155,7 @@ class TorchAttentionBackend(AttentionBackend):
         plan = self._plans[self.sliding_windows[layer_id]]
         if len(plan.rectangles) == 1 and plan.rectangles[0].tokens is None:
             return self._attend_rectangle(q, plan.rectangles[0], layer_id, sinks)
-        out = q.new_empty(q.shape[0], self.num_heads * self.value_dim)
+        out = q.new_empty(q.shape[0], self.num_heads * self.attended_dim)
         for rectangle in plan.rectangles:
             assert rectangle.tokens is not None
             out[rectangle.tokens] = self._attend_rectangle(q[rectangle.tokens], rectangle, layer_id, sinks)
@@ -175,7 +175,7 @@ class TorchAttentionBackend(AttentionBackend):
         grouped = q.reshape(num_rows, self.num_kv_heads, -1, self.head_dim)  # [b, kv_heads, group, head_dim]
         shape = (num_rows, -1, self.num_kv_heads)
         k = self._keys[layer_id].index_select(0, rectangle.slots).view(*shape, self.head_dim).transpose(1, 2)
-        v = self._values[layer_id].index_select(0, rectangle.slots).view(*shape, self.value_dim).transpose(1, 2)
+        v = self._values[layer_id].index_select(0, rectangle.slots).view(*shape, self.attended_dim).transpose(1, 2)
         scale = self.scales[layer_id]
         soft_cap = self.soft_caps[layer_id]
         if self._in_steps(layer_id):
@@ -189,7 +189,7 @@ class TorchAttentionBackend(AttentionBackend):
     def _attend_span(self, q: torch.Tensor, span: _Span, layer_id: int, sinks: torch.Tensor | None) -> torch.Tensor:
         shape = (-1, self.num_kv_heads)
         k = self._keys[layer_id].index_select(0, span.slots).view(*shape, self.head_dim).transpose(0, 1)[None]
-        v = self._values[layer_id].index_select(0, span.slots).view(*shape, self.value_dim).transpose(0, 1)[None]
+        v = self._values[layer_id].index_select(0, span.slots).view(*shape, self.attended_dim).transpose(0, 1)[None]
         scale = self.scales[layer_id]
         soft_cap = self.soft_caps[layer_id]
         if self._in_steps(layer_id):
@@ -220,9 +220,9 @@ def _attend_in_steps(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention in float32, its softmax in steps: q [b, kv_heads, group, T, head_dim] -> the same with value_dim.
+    """Attention in float32, its softmax in steps: q [b, kv_heads, group, T, head_dim] -> the same with attended_dim.
 
-    k: [b, kv_heads, L, head_dim]. v: [b, kv_heads, L, value_dim]. mask: bool [b, T, L]; None: all positions. sinks:
+    k: [b, kv_heads, L, head_dim]. v: [b, kv_heads, L, attended_dim]. mask: bool [b, T, L]; None: all positions. sinks:
     float32 [kv_heads * group].
     """
     num_rows, num_kv_heads, group, num_tokens, _ = q.shape

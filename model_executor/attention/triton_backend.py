@@ -78,13 +78,13 @@ class TritonAttentionBackend(AttentionBackend):
 
     def max_part_bytes(self, context_len: int) -> int:
         device = self.kv_pool.k_buffer[0].device
-        return max_part_bytes(device, context_len, self.num_kv_heads, self.value_dim, self._extend_tile)
+        return max_part_bytes(device, context_len, self.num_kv_heads, self.attended_dim, self._extend_tile)
 
     def decode_part_bytes(self, num_rows: int, context_len: int, pool_tokens: int) -> int:
         splits = min(
             num_rows * cdiv(context_len, self._decode_tile.split), self._room(num_rows, context_len, pool_tokens)
         )
-        return splits * self.num_heads * (self.value_dim + 1) * 4  # an output and a log-sum-exp in float32
+        return splits * self.num_heads * (self.attended_dim + 1) * 4  # an output and a log-sum-exp in float32
 
     def _room(self, num_rows: int, context_len: int, pool_tokens: int) -> int:
         """The most splits of one launch of decode attention.
@@ -107,7 +107,7 @@ class TritonAttentionBackend(AttentionBackend):
         if not single.all():
             extend = extend_work(
                 batch.extend_start_loc, batch.seq_lens, batch.extend_lens_host, batch.seq_lens_host,
-                self.num_heads, self.num_kv_heads, self._extend_tile, self.value_dim,
+                self.num_heads, self.num_kv_heads, self._extend_tile, self.attended_dim,
             )  # fmt: skip
         self._plan = _Plan(decode, extend, int(batch.seq_lens_host[~single].max(initial=0)))
 
@@ -154,7 +154,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._check_sinks(layer_id, sinks)
         plan = self._plan
         assert plan is not None, "plan() comes first"
-        out = torch.empty(*q.shape[:2], self.value_dim, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], self.attended_dim, dtype=q.dtype, device=q.device)
         for launch in plan.decode:
             own_q, own_out = (q, out) if launch.tokens is None else (q[launch.tokens], out[launch.tokens])
             self._decode(own_q, layer_id, batch, sinks, launch, own_out)
