@@ -20,7 +20,7 @@ class LeafHistory(Protocol):
     last_access: int  # tick of the last match or insert of these tokens
     num_uses: int  # number of locks so far that count as a use
     end: int  # length of the prefix that ends with the leaf, in tokens
-    lead: int  # ticks since the last access of prefixes that were evicted, at the time of the last access
+    lead: int  # age, in ticks, at which prefixes were evicted when the leaf was last accessed
     retained_until_s: float  # end of the retention on a clock, in seconds; 0: there is none
 
 
@@ -33,7 +33,7 @@ conversations that are over displace those of conversations that go on (docs/log
 
 @dataclass(frozen=True)
 class Value:
-    """What is lost least first: the policy that honours retention.
+    """Evicts first the prefix whose loss costs least. It is the only policy that honours retention.
 
     Unretained prefixes go before all retained ones. Of retained prefixes, the one that expires first goes first. The
     unretained ones go by a virtual time of the last access:
@@ -42,9 +42,10 @@ class Value:
 
     `cost` is what the computation of the leaf's last token costs, relative to a token at the start of a prompt. It
     counts only for a prefix that has saved computation, because several requests have used it. `lead` is the age at
-    which prefixes are evicted. So at equal pressure, a token that costs a quarter more stays for a quarter longer, and
-    without retention and at equal costs the order is that of `lru`. This is GreedyDual-Size (Cao and Irani,
-    "Cost-Aware WWW Proxy Caching Algorithms", 1997) in units of time; every token has the same size.
+    which prefixes were evicted at the time of that access. So at equal pressure, a token that costs a quarter more
+    stays for a quarter longer, and without retention and at equal costs the order is that of `lru`. This is
+    GreedyDual-Size (Cao and Irani, "Cost-Aware WWW Proxy Caching Algorithms", 1997) in units of time; every token has
+    the same size.
     """
 
     equal_cost_depth: float

@@ -61,7 +61,7 @@ class RadixNode(CacheNode):
         """The length of the prefix that ends here, in tokens."""
         # With retentions (mem_cache/retention.py); otherwise nobody changes them.
         self.lead = 0  # nobody reads it before the second use, which follows an access
-        """The age of prefixes that were evicted, in ticks, at the last access."""
+        """The age, in ticks, at which prefixes were evicted when this node was last accessed."""
         self.retentions: dict[Retention, None] | None = None
         """Those of requests that ended here. The values mean nothing."""
         self.num_retained = 0

@@ -18,7 +18,7 @@ class TableUpdate(NamedTuple):
 
 
 class ReqToTokenPool:
-    """The scheduler's table of slots. Each running request has a row with the slot of each of its positions.
+    """The scheduler's table of slots. Each admitted request has a row with the slot of each of its positions.
 
     `req_to_token`: int32 [num_rows + 1, context_len]. Any code may read it, but only the methods write it. Row 0 is
     never allocated and stays all zeros: padded batch entries use it and so the dummy slot 0. Positions beyond the
