@@ -106,7 +106,7 @@ class ModelCost:
         )
 
 
-def causal_pairs(end: int, start: int) -> int:
+def causal_pairs(end: int, start: int = 0) -> int:
     """Number of (query, key) pairs with a query position in [start, end) and a key position up to it."""
     return (end * (end + 1) - start * (start + 1)) // 2
 

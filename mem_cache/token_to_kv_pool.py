@@ -30,10 +30,10 @@ class StoredConvolutions(NamedTuple):
 class TokenToKVPool:
     """The KV pool: K and V of every slot, in two tensors for each layer.
 
-    `k_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; `v_buffer[layer]`: the same with
-    attended_dim, which is latent_dim in latent attention, and head_dim elsewhere. The first page is the dummy that
-    padded entries write to. All numbers start as zero: a slot that was never written must not hold a NaN, because an
-    attention weight of zero times NaN is NaN.
+    `k_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; `v_buffer[layer]`: the same with attended_dim, which
+    is latent_dim in latent attention, and head_dim elsewhere. The first page is the dummy that padded entries write to.
+    All numbers start as zero: a slot that was never written must not hold a NaN, because an attention weight of zero
+    times NaN is NaN.
 
     In latent attention (MLA, arXiv 2405.04434) the value of a token is the first `latent_dim` components of its key.
     The pool then stores keys only, and `v_buffer` has views of them.
@@ -98,12 +98,8 @@ class TokenToKVPool:
             else:
                 self.v_buffer = [_zeros(shape, dtype, device) for _ in layers]
             return
-        assert page_size % panel == head_dim % panel == attended_dim % panel == 0, (
-            page_size,
-            head_dim,
-            attended_dim,
-            panel,
-        )
+        dims = page_size, head_dim, attended_dim
+        assert not any(dim % panel for dim in dims), (*dims, panel)
         blocks = slots // panel, num_kv_heads
         of_keys, of_values = (num_kv_heads * panel * dim for dim in (head_dim, attended_dim))
         both = _zeros((blocks[0], num_layers, of_keys + of_values), dtype, device)

@@ -1,8 +1,7 @@
 """The decoder of all families (srt/model_files/families.py). Their differences are fields of ModelConfig.
 
-Constant factors need few operations, because the residual stream is
-divided by a constant: a norm of the stream does not depend on its scale, if its epsilon is divided by the square of the
-constant.
+Constant factors need few operations, because the residual stream is divided by a constant: a norm of the stream does
+not depend on its scale, if its epsilon is divided by the square of the constant.
 
 - Gemma multiplies embeddings. The stream is divided by the same factor, so the embeddings stay as they are. What is
   added to the stream comes from norms, whose weights are divided when they are read (parameters.py).
@@ -75,10 +74,10 @@ class _StoredExperts(Sequence[ExpertWeights]):
 
 
 class DecoderLayer:
-    """One layer: residual += mixer(residual), then residual += feed_forward(residual).
+    """One layer: residual += o_proj(mixer(qkv_proj(residual))), then residual += feed_forward(residual).
 
-    The mixer is attention or a short convolution, with a linear layer before and after it. With `input_norms`, the
-    inputs of both parts are normalised, with `output_norms`, their outputs are.
+    The mixer is attention or a short convolution. With `input_norms`, the inputs of both sums are normalised, with
+    `output_norms`, what they add is.
 
     The norm of an output also computes the sum. Without it, the next norm does, in the same pass: that of the next
     layer, or the final norm. Layers for few tokens may compute the sum themselves (layers/residual.py).
@@ -145,7 +144,7 @@ class DecoderLayer:
     def mix(
         self, x: Pending, residual: torch.Tensor | None, rotations: Sequence[Any], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x to the residual in place, and compute the mixer without its last linear layer: [T, n], residual.
+        """Add x to the residual in place, and compute `qkv_proj` and the mixer: the mixer's output [T, n], residual.
 
         x, residual: [T, hidden] each. The first layer has no residual: x becomes it. An x that is None or ScaledRows is
         in the residual already.
@@ -154,8 +153,9 @@ class DecoderLayer:
         return self.mixer(qkv, rotations[self.rope_index], batch), residual
 
     def feed_forward(self, mixed: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Pending:
-        """Compute the last linear layer of the mixer, add its output to the residual in place, and compute the
-        feed-forward output, [T, hidden]. `mixed`: from `mix`.
+        """Compute `o_proj`, add its output to the residual in place, and compute the feed-forward output, [T, hidden].
+
+        `mixed`: from `mix`.
 
         The caller adds the result to the residual, unless it is None or ScaledRows.
         """
