@@ -20,7 +20,7 @@ from ..srt.errors import InvalidRequest
 from ..srt.grammar_spec import GrammarSpec
 from . import gbnf
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, Matcher, Vocabulary, invalid
-from .json_schema import closed, is_any, is_plain, load_schema, with_real_days
+from .json_schema import closed, is_any, is_plain, load_schema, with_exact_numbers, with_real_days
 from .structural_tag import check_last_escape, form_of, lark_of, schemas_in
 
 Backend = Literal["auto", "xgrammar", "llguidance", "none"]
@@ -72,10 +72,11 @@ def make_compiler(backend: Backend, vocabulary: Vocabulary, *, only_check: bool 
         raise InvalidRequest(reason)
     if backend == "xgrammar":
         return XGrammarCompiler(vocabulary)
-    exact = LLGuidanceCompiler(vocabulary)
-    if backend == "llguidance" or only_check or importlib.util.find_spec("xgrammar") is None:
-        return exact
-    return AutoCompiler(vocabulary, exact)
+    if backend == "llguidance" or importlib.util.find_spec("xgrammar") is None:
+        return LLGuidanceCompiler(vocabulary)
+    if only_check:
+        return LLGuidanceCompiler(vocabulary, may_round_plain=True)
+    return AutoCompiler(vocabulary, LLGuidanceCompiler(vocabulary))
 
 
 def why_no_grammars(backend: Backend) -> str | None:
@@ -126,11 +127,15 @@ def _with_schemas(spec: GrammarSpec) -> tuple[GrammarSpec, list[Any]]:
 
 
 class LLGuidanceCompiler:
-    """Grammars of llguidance (GrammarCompiler)."""
+    """Grammars of llguidance (GrammarCompiler).
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    `may_round_plain`: integers in `enum` and `const` of plain schemas may be rounded, because xgrammar writes them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, may_round_plain: bool = False) -> None:
         import llguidance  # on first use, as the module's docstring says
 
+        self._may_round_plain = may_round_plain
         self._library = llguidance
         self._special_texts = vocabulary.special_texts
         self._limits = llguidance.LLParserLimits(**_LIMITS)
@@ -168,7 +173,9 @@ class LLGuidanceCompiler:
         """The grammar in the library's own notation. Raises ValueError, RecursionError."""
         library = self._library.LLMatcher
         if spec.kind == "json_schema":
-            schema = with_real_days(closed(load_schema(spec.text)))
+            schema = load_schema(spec.text)
+            may_round = self._may_round_plain and is_plain(schema, spec.text)
+            schema = with_exact_numbers(with_real_days(closed(schema)), may_round_constants=may_round)
             if schema is False:
                 raise ValueError("the schema false allows no value")
             # In place of a client's own options, which could make the library leave out what it does not enforce.

@@ -1,13 +1,15 @@
 """What Tercet does with a JSON schema before a library compiles it.
 
 A schema is closed: an object with `properties` gets no other properties, unless the schema mentions them. Dates are
-days that exist. A schema is plain if it has only keywords that a fast library (xgrammar) is known to enforce
-completely. That library ignores other keywords, so it must not get them.
+days that exist. Bounds of numbers are ones that a library does not round. A schema is plain if it has only keywords
+that a fast library (xgrammar) is known to enforce completely. That library ignores other keywords, so it must not get
+them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +36,12 @@ _SINGLES = ("items", "additionalProperties", "not", "if", "then", "else", "conta
 _DATES = ("date", "date-time")
 _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 """Keywords that speak of further properties."""
+
+MAX_INTEGER = (1 << 63) - 1024
+"""The largest integer of a schema, and minus the smallest: the last float64 that is a 64-bit integer."""
+_FIRST_ROUNDED = 1 << 53
+"""From here on, float64 does not hold every integer, and llguidance keeps numbers as float64."""
+_BOUNDS = (("maximum", "exclusiveMaximum", 1), ("minimum", "exclusiveMinimum", -1))
 
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"
 _REAL_DAY = (
@@ -87,6 +95,61 @@ def with_real_days(schema: Any) -> Any:
         if part.get("format") in _DATES and isinstance(others, list):
             part["allOf"] = [*others, {"pattern": _REAL_DAY}]
     return copy
+
+
+def with_exact_numbers(schema: Any, *, may_round_constants: bool = False) -> Any:
+    """The schema with bounds that llguidance does not round.
+
+    A bound of at least 2**53 becomes the nearest one inside the range that float64 holds, at most MAX_INTEGER. So a
+    maximum of 64 bits limits little, as it is meant to. Raises ValueError if a minimum is above MAX_INTEGER, a maximum
+    below -MAX_INTEGER, or an integer of `enum` or `const` is one that float64 does not hold, unless it may be rounded.
+    """
+    copy = json.loads(json.dumps(schema))
+    for part in _walk(copy):
+        if not may_round_constants:
+            _check_constants([part.get("enum"), part.get("const")])
+        for name, excluding, sign in _BOUNDS:
+            for key in (name, excluding):
+                bound = part.get(key)
+                if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) < _FIRST_ROUNDED:
+                    continue
+                kept = sign * _exact_maximum(sign * bound, key == excluding)
+                if sign * kept < -MAX_INTEGER:
+                    side = "at least -" if sign > 0 else "at most "
+                    raise ValueError(f"{key} must be {side}{MAX_INTEGER}, got {bound!r:.40}")
+                del part[key]
+                other = part.get(name)
+                has_other = isinstance(other, int | float) and sign * other < sign * kept
+                part[name] = other if has_other else kept
+    return copy
+
+
+def _exact_maximum(bound: float, is_excluded: bool) -> int:
+    """The largest integer that float64 holds and that this bound allows, at most MAX_INTEGER."""
+    if bound > MAX_INTEGER:
+        return MAX_INTEGER
+    if bound < -MAX_INTEGER:
+        return -MAX_INTEGER - 1
+    kept = float(bound)
+    if kept > bound or (is_excluded and kept == bound):
+        kept = math.nextafter(kept, -math.inf)
+    return int(kept)
+
+
+def _check_constants(values: list[Any]) -> None:
+    """Raises ValueError. Needs no recursion, however deep a value is."""
+    todo = values
+    while todo:
+        value = todo.pop()
+        if isinstance(value, int) and (abs(value) > MAX_INTEGER or int(float(value)) != value):
+            raise ValueError(
+                f"an integer of enum or const must be one that float64 holds, from -{MAX_INTEGER} to {MAX_INTEGER}; "
+                f"got {value!r:.40}"
+            )
+        if isinstance(value, list):
+            todo += value
+        elif isinstance(value, dict):
+            todo += value.values()
 
 
 def is_plain(schema: Any, text: str) -> bool:
@@ -152,7 +215,7 @@ def _is_plain_text(value: Any) -> bool:
     """Whether a constant has one spelling in JSON that every library agrees on."""
     if isinstance(value, str):
         return value.isascii() and value.isprintable()
-    return value is None or isinstance(value, bool | int)
+    return value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER)
 
 
 def _walk(schema: Any) -> Iterator[dict[str, Any]]:

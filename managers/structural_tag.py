@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..srt.text.answer.constraint import fits_xml
-from .json_schema import closed, with_real_days
+from .json_schema import closed, with_exact_numbers, with_real_days
 
 _ANY = r"(.|\n)*"
 _MAX_DEPTH = 32
@@ -239,7 +239,8 @@ class _Lark:
             return self._qwen_xml(schema)
         if style != "json":
             raise ValueError(f"style must be json or qwen_xml, got {style!r:.40}")
-        return f"%json {json.dumps({**with_real_days(schema), 'x-guidance': dict(self._json_options)})}"
+        schema = with_exact_numbers(with_real_days(schema))
+        return f"%json {json.dumps({**schema, 'x-guidance': dict(self._json_options)})}"
 
     def _qwen_xml(self, schema: Mapping[str, Any]) -> str:
         """The members of an object as `<parameter=NAME>`, value, `</parameter>`, on lines of their own."""
