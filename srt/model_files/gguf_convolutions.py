@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .settings import Settings
-from .short_convolutions import ShortConvolutions
+from .short_convolutions import MAX_WIDTH, ShortConvolutions
 
 KV_HEADS_KEY = "attention.head_count_kv"
 WIDTH_KEY = "shortconv.l_cache"
@@ -33,4 +33,6 @@ def with_convolutions(config: Settings, num_layers: int) -> tuple[Settings, Shor
     config = config.with_values({KV_HEADS_KEY: with_attention.pop()})
     if not layers:
         return config, None
-    return config, ShortConvolutions(layers, config.integer("embedding_length"), config.integer(WIDTH_KEY))
+    return config, ShortConvolutions(
+        layers, config.integer("embedding_length"), config.integer(WIDTH_KEY, maximum=MAX_WIDTH)
+    )

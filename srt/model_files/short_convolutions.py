@@ -7,6 +7,8 @@ from typing import NamedTuple
 from .settings import Settings
 
 _CONVOLUTION, _ATTENTION = "conv", "full_attention"
+MAX_WIDTH = 64
+"""Most tokens that a convolution may cover. A kernel has a copy of its loop for each."""
 
 
 class ShortConvolutions(NamedTuple):
@@ -45,5 +47,5 @@ def convolutions_from_hf(
     if len(kinds) != num_layers or not set(known) >= set(kinds):
         raise config.refusal("layer_types", f"{' or '.join(map(repr, known))} for each of {num_layers} layers", kinds)
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _CONVOLUTION)
-    width, has_bias = config.integer("conv_L_cache", 3), config.flag("conv_bias")
+    width, has_bias = config.integer("conv_L_cache", 3, maximum=MAX_WIDTH), config.flag("conv_bias")
     return ShortConvolutions(layers, config.integer("hidden_size"), width, has_bias) if layers else None

@@ -18,7 +18,7 @@ from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, YarnScaling
 
-IN_OTHER_FILES = "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots", "lfm2", *LATENT_CONFIGS
+IN_OTHER_FILES = "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots", "lfm", *LATENT_CONFIGS
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
