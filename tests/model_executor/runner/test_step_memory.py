@@ -82,6 +82,7 @@ SHAPES = {
     "short latents": with_latent(LatentConfig(32, 224, 32, 256), 8),
     "convolutions": with_convolutions(),
     "wide convolutions": with_convolutions(hidden_size=1024, num_heads=4, intermediate_size=64),
+    "gates of heads": with_convolutions(num_heads=32, num_kv_heads=8) | {"head_gates": True, "output_norms": True},
     "gemma": GEMMA,
     "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
     "olmo": OLMO,
