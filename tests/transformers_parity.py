@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import make_model, reference_logits, save
 
+from tercet.model_executor import cpu_extension
 from tercet.model_executor.step import PromptScore
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.model_files.load_config import load_model_config
@@ -39,6 +41,20 @@ def assert_greedy_tokens_equal(driver: RunnerDriver, model: torch.nn.Module, ids
         assert int(driver.logits[-1][0].argmax()) == wanted
         tokens.append(wanted)
         driver.decode([6], [wanted])
+
+
+def assert_computes_as_transformers(name: str, backend: str, folder: Path, *, greedy: bool = True) -> None:
+    """Compares the logits of a tiny model, saved in `folder`, and if `greedy`, tokens that follow a prompt."""
+    if backend == "cpu" and not cpu_extension.load():
+        pytest.skip("no build of csrc/cpu for this processor")
+    model = make_model(name)
+    config = load_model_config(save(model, folder))
+    options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 6, "attention_backend": backend}
+    driver = RunnerDriver(make_runner(config, **options))
+    ids = np.random.default_rng(1).integers(0, 131, 50)
+    assert_logits_equal(driver, model, ids)
+    if greedy:
+        assert_greedy_tokens_equal(driver, model, ids[:9])
 
 
 def assert_soft_caps_come_first(backend: str, folder: Path) -> None:

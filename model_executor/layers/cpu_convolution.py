@@ -7,15 +7,11 @@ from typing import Any
 import torch
 
 from ..forward_batch import ForwardBatch
-from .short_convolution import ConvolutionWeights
+from .short_convolution import ShortConvolution
 
 
-class CpuShortConvolution:
+class CpuShortConvolution(ShortConvolution):
     """`ShortConvolution` in one operation."""
-
-    def __init__(self, stored: torch.Tensor, weights: ConvolutionWeights) -> None:
-        self._stored = stored
-        self._weight, self._bias = weights.by_token(), weights.float_bias()
 
     def __call__(self, projected: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
         return torch.ops.tercet_cpu.short_convolution(

@@ -22,7 +22,7 @@ class ConvolutionWeights(NamedTuple):
         return self.weight.flatten(1).t().float().contiguous()
 
     def float_bias(self) -> torch.Tensor | None:
-        """The bias in float32."""
+        """The bias in float32; None: there is none."""
         return None if self.bias is None else self.bias.float()
 
 

@@ -32,7 +32,7 @@ from .layernorm import RMSNorm
 from .linear import GatedLinear
 from .lora_layers import LoraGatedLinear, LoraTables
 from .rotary import CosSin, RotationTable, query_scales
-from .short_convolution import ConvolutionWeights
+from .short_convolution import ConvolutionWeights, ShortConvolution
 
 
 class TritonRMSNorm(RMSNorm):
@@ -130,12 +130,8 @@ class TritonAttention:
         return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch, self.sinks)
 
 
-class TritonShortConvolution:
+class TritonShortConvolution(ShortConvolution):
     """`ShortConvolution` in one kernel."""
-
-    def __init__(self, stored: torch.Tensor, weights: ConvolutionWeights) -> None:
-        self._stored = stored
-        self._weight, self._bias = weights.by_token(), weights.float_bias()
 
     def __call__(self, projected: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
         return short_convolution(

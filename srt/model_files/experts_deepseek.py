@@ -128,7 +128,7 @@ def _experts(
 
 
 def glm_gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
-    """The experts of GLM-4.5 and dots.llm1 in a GGUF file."""
+    """The experts of a GGUF file whose router has sigmoids and corrections, as those of GLM-4.5 and dots.llm1."""
     if (function := config.integer("expert_gating_func", SIGMOID)) != SIGMOID:
         raise config.unsupported_value("expert_gating_func", str(SIGMOID), function)
     return _gguf_experts(config, num_layers, has_sigmoids=True)

@@ -58,10 +58,11 @@ class Family:
     convolutions: Callable[[Settings, int], ShortConvolutions | None] | None = None
     """reads the short convolutions that some layers have in place of attention; None: no layer has one"""
     with_llama_keys: Callable[[Settings], Settings] | None = None
-    """gives what config.json says under other keys than Llama's the keys of Llama; None: it has these"""
+    """returns the settings of config.json under the keys that Llama's has; None: config.json has these keys"""
     layer_names: LayerNames = LLAMA_NAMES
     adapted_names: Mapping[str, str] = field(default_factory=dict)
-    """the names of tensors by those of modules in transformers, which LoRA adapters have, where the two differ"""
+    """The names of linear layers in a checkpoint, by those in transformers, which LoRA adapters have. Equal names are
+    left out."""
     qk_norm: QKNormKind | None = None
     """`ModelConfig.qk_norm`"""
     qk_norm_key: str | None = None

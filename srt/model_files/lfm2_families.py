@@ -6,7 +6,7 @@ import dataclasses
 from functools import partial
 
 from .experts_config import ExpertNames, ExpertsConfig
-from .experts_deepseek import SIGMOID
+from .experts_deepseek import glm_gguf_experts
 from .family import MAX_LAYERS, Family, LayerNames
 from .layer_windows import SlidingWindows, no_window
 from .settings import Settings
@@ -65,21 +65,8 @@ def _experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
 
 def _gguf_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
     """The experts of a GGUF file. In llama.cpp the weights of a token's experts always have the sum 1."""
-    num_dense = config.integer("leading_dense_block_count", 0, minimum=0)
-    if (function := config.integer("expert_gating_func", SIGMOID)) != SIGMOID:
-        raise config.unsupported_value("expert_gating_func", str(SIGMOID), function)
-    if num_dense >= num_layers:
-        return None
-    return ExpertsConfig(
-        num_experts=config.integer("expert_count"),
-        num_experts_per_token=config.integer("expert_used_count"),
-        intermediate_size=config.integer("expert_feed_forward_length"),
-        normalized=config.flag("expert_weights_norm", True),
-        has_sigmoids=True,
-        has_corrections=True,
-        scale=config.number("expert_weights_scale", 1.0),
-        dense_layers=tuple(range(num_dense)),
-    )
+    absent = {"expert_weights_norm": True, "expert_shared_count": 0}
+    return glm_gguf_experts(config.with_defaults(absent), num_layers)
 
 
 _GGUF_EXPERT_KEYS = (

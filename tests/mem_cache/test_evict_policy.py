@@ -10,6 +10,18 @@ from tercet.srt.model_files.latent_config import LatentConfig
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.short_convolutions import ShortConvolutions
 
+DENSE = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    vocab_size=9,
+    context_len=9,
+)
+
 
 @dataclass
 class Leaf:
@@ -68,17 +80,7 @@ def test_the_value_of_a_leaf_is_its_retention_its_last_use_and_the_cost_of_its_l
 
 
 def test_only_the_experts_of_a_token_count_in_the_cost_of_its_weights() -> None:
-    dense = ModelConfig(
-        architecture="Qwen3MoeForCausalLM",
-        hidden_size=8,
-        intermediate_size=12,
-        num_layers=4,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        vocab_size=9,
-        context_len=9,
-    )
+    dense = replace(DENSE, architecture="Qwen3MoeForCausalLM")
     experts = ExpertsConfig(num_experts=99, num_experts_per_token=2, intermediate_size=6, normalized=True)
     assert equal_cost_depth(dense) == (8 * 24 + 3 * 8 * 12) / 16
     assert equal_cost_depth(replace(dense, experts=experts)) == equal_cost_depth(dense)
@@ -89,18 +91,8 @@ def test_only_the_experts_of_a_token_count_in_the_cost_of_its_weights() -> None:
 
 
 def test_layers_without_attention_add_weights_only() -> None:
-    config = ModelConfig(
-        architecture="Lfm2ForCausalLM",
-        hidden_size=8,
-        intermediate_size=12,
-        num_layers=4,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        convolutions=ShortConvolutions((0, 1, 3), channels=8, width=3),
-        vocab_size=9,
-        context_len=9,
-    )
+    convolutions = ShortConvolutions((0, 1, 3), channels=8, width=3)
+    config = replace(DENSE, architecture="Lfm2ForCausalLM", convolutions=convolutions)
     of_convolutions = 3 * (8 * 3 * 8 + 8 * 8)
     assert equal_cost_depth(config) == (8 * 24 + of_convolutions + 4 * 3 * 8 * 12) / 16
 

@@ -11,13 +11,10 @@ import pytest
 import torch
 from cpu_models import CONFIG, VARIANTS, make_cpu_runner
 from runner_driver import RunnerDriver, relative_error
-from runners import make_runner
-from tiny_models import make_model, save
-from transformers_parity import assert_greedy_tokens_equal, assert_logits_equal, assert_soft_caps_come_first
+from transformers_parity import assert_computes_as_transformers, assert_soft_caps_come_first
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
-from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import NO_ROTATION, QueryScale, RopeConfig
 
@@ -72,13 +69,7 @@ MODELS = [
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
-    model = make_model(name)
-    config = load_model_config(save(model, tmp_path))
-    options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 6, "attention_backend": backend}
-    driver = RunnerDriver(make_runner(config, **options))
-    ids = np.random.default_rng(1).integers(0, 131, 50)
-    assert_logits_equal(driver, model, ids)
-    assert_greedy_tokens_equal(driver, model, ids[:9])
+    assert_computes_as_transformers(name, backend, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

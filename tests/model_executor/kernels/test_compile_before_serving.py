@@ -6,6 +6,7 @@ Launches are noted and not run, so what they would have written are zeros.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from fake_accelerator import FakeAccelerator, use_fake
 from meta_runner import EVERY_SAMPLING
 from runner_driver import RunnerDriver
 from runners import make_runner
-from triton_aot import TARGETS, recorded, what_is_compiled
+from triton_aot import TARGETS, Launch, recorded, what_is_compiled
 
 from tercet.model_executor.kernels import extend_attention
 from tercet.model_executor.kernels.tuning import extend_tile
@@ -121,6 +122,25 @@ def test_log_probabilities_of_a_short_prompt_do_not_wait_for_the_compiler(monkey
         )  # fmt: skip
         before = len(launches)
         runner.launch(_prefill(np.array([3], np.int32), SamplingParams(temperature=0.0), LogprobOptions())).sample()
+    assert_nothing_waits(launches, before)
+
+
+def launches_of(config: ModelConfig, *lora: LoraSize, **options: Any) -> tuple[list[Launch], int]:
+    """The launches of a start and of some steps after it, and the number of those of the start."""
+    with recorded() as launches:
+        runner = make_runner(
+            config, *lora, dtype="bfloat16", attention_backend="triton", max_running_requests=37, max_total_tokens=740,
+            cuda_graph_max_bs=5, **{"max_prefill_tokens": 64} | options,
+        )  # fmt: skip
+        before = len(launches)
+        rng = np.random.default_rng(1)
+        for _ in range(8):
+            serve(runner, rng)
+    return launches, before
+
+
+def assert_nothing_waits(launches: list[Launch], before: int) -> None:
+    """Checks that the launches from index `before` on have machine code that those before them have."""
     keys = [what_is_compiled(launch, "sm_90") for launch in launches]
     assert keys[before:] and set(keys[before:]) <= set(keys[:before])
 
@@ -132,20 +152,12 @@ def test_no_step_with_adapters_waits_for_the_compiler(
     """A step of prompts and decodes together may be the first with the kernels of many rows."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
     use_fake(monkeypatch, FakeAccelerator(), attention=None)
-    with recorded() as launches:
-        runner = make_runner(
-            TWO_KINDS_OF_LAYER, LoraSize(2, 8), dtype="bfloat16", attention_backend="triton",
-            quantization=quantization, max_running_requests=37, max_total_tokens=740,
-            max_prefill_tokens=max_prefill_tokens, cuda_graph_max_bs=5,
-        )  # fmt: skip
-        before = len(launches)
-        rng = np.random.default_rng(1)
-        for _ in range(8):
-            serve(runner, rng)
+    launches, before = launches_of(
+        TWO_KINDS_OF_LAYER, LoraSize(2, 8), quantization=quantization, max_prefill_tokens=max_prefill_tokens
+    )
     served = [launch for launch in launches[before:] if launch.kernel.fn.__name__ == "_shrink_kernel"]
     assert {launch.kwargs["APART"] for launch in served} == {True, False}
-    keys = [what_is_compiled(launch, "sm_90") for launch in launches]
-    assert set(keys[before:]) <= set(keys[:before])
+    assert_nothing_waits(launches, before)
 
 
 def test_no_step_with_experts_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,19 +166,10 @@ def test_no_step_with_experts_waits_for_the_compiler(monkeypatch: pytest.MonkeyP
     use_fake(monkeypatch, FakeAccelerator(), attention=None)
     experts = ExpertsConfig(num_experts=5, num_experts_per_token=2, intermediate_size=32, normalized=True)
     config = dataclasses.replace(TWO_KINDS_OF_LAYER, architecture="Qwen3MoeForCausalLM", experts=experts)
-    with recorded() as launches:
-        runner = make_runner(
-            config, dtype="bfloat16", attention_backend="triton", max_running_requests=37, max_total_tokens=740,
-            max_prefill_tokens=64, cuda_graph_max_bs=5,
-        )  # fmt: skip
-        before = len(launches)
-        rng = np.random.default_rng(1)
-        for _ in range(8):
-            serve(runner, rng)
+    launches, before = launches_of(config)
     tiles = {launch.kwargs["BLOCK_M"] for launch in launches[before:] if "GATED" in launch.kwargs}
     assert tiles == {16, 32}
-    keys = [what_is_compiled(launch, "sm_90") for launch in launches]
-    assert set(keys[before:]) <= set(keys[:before])
+    assert_nothing_waits(launches, before)
 
 
 def test_no_step_with_convolutions_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,16 +177,7 @@ def test_no_step_with_convolutions_waits_for_the_compiler(monkeypatch: pytest.Mo
     use_fake(monkeypatch, FakeAccelerator(), attention=None)
     convolutions = ShortConvolutions((0,), TWO_KINDS_OF_LAYER.hidden_size, 3)
     changes = {"architecture": "Lfm2ForCausalLM", "sliding_windows": (), "convolutions": convolutions}
-    with recorded() as launches:
-        runner = make_runner(
-            dataclasses.replace(TWO_KINDS_OF_LAYER, **changes), dtype="bfloat16", attention_backend="triton",
-            max_running_requests=37, max_total_tokens=740, max_prefill_tokens=64, cuda_graph_max_bs=5,
-        )  # fmt: skip
-        before = len(launches)
-        rng = np.random.default_rng(1)
-        for _ in range(8):
-            serve(runner, rng)
+    launches, before = launches_of(dataclasses.replace(TWO_KINDS_OF_LAYER, **changes))
     served = [launch for launch in launches[before:] if launch.kernel.fn.__name__ == "_short_convolution_kernel"]
     assert {launch.kwargs["HAS_STARTS"] for launch in served} == {True, False}
-    keys = [what_is_compiled(launch, "sm_90") for launch in launches]
-    assert set(keys[before:]) <= set(keys[:before])
+    assert_nothing_waits(launches, before)
