@@ -44,7 +44,7 @@ def _of_hybrid(config: Settings) -> Settings:
         raise config.unsupported_value(key, "'attention' or 'full_attention' for each layer", kinds)
     if _num_experts(config):
         return config
-    return config.with_values({"intermediate_size": config.integer("shared_intermediate_size", 1024)})
+    return config.with_values({"intermediate_size": config.integer("shared_intermediate_size")})
 
 
 def _num_experts(config: Settings) -> int:
@@ -72,6 +72,7 @@ GRANITE_FAMILIES = {
     "GraniteMoeHybridForCausalLM": dataclasses.replace(
         _GRANITE_MOE,
         model_type="granitemoehybrid",
+        defaults=_GRANITE_MOE.defaults | {"shared_intermediate_size": 1024},
         experts=_experts,
         with_llama_keys=_of_hybrid,
         rotated_layers=_rotated,

@@ -104,8 +104,10 @@ def _of_lfm3(config: Settings) -> Settings:
     num_layers = config.integer("num_hidden_layers", 24, maximum=MAX_LAYERS)
     kinds = [_FULL if layer % 4 == 2 else "conv" if layer % 4 or not layer else _SLIDING for layer in range(num_layers)]
     defaults = {"num_hidden_layers": num_layers, "layer_types": kinds, "rope_parameters": _LFM3_ROPES}
-    given = {key: default for key, default in defaults.items() if config.get(key) is None}
-    return _with_llama_keys(config).with_values(given)
+    # As in transformers, which knows two names of this key in LFM3, and one in LFM2.
+    defaults["norm_eps"] = config.number("rms_norm_eps", 1e-5)
+    absent = {key: default for key, default in defaults.items() if config.get(key) is None}
+    return _with_llama_keys(config.with_values(absent))
 
 
 def _windows(config: Settings, num_layers: int) -> SlidingWindows:

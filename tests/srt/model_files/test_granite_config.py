@@ -115,6 +115,10 @@ def test_a_granite_4_without_experts_and_mamba(tmp_path: Path) -> None:
     config = load(tmp_path, GRANITE | keys | {"num_local_experts": 4, "num_experts_per_tok": 3})
     assert config.experts is not None and config.experts.shared == SharedExpert(512, has_gate=False)
     assert config.experts.num_experts_per_token == 3 and config.intermediate_size == 8192
+    for num_experts in (0, 4):
+        bare = {key: value for key, value in (GRANITE | keys).items() if key != "shared_intermediate_size"}
+        config = load(tmp_path, bare | {"num_local_experts": num_experts})
+        assert AutoConfig.from_pretrained(tmp_path).shared_intermediate_size == config.feed_forward_widths[-1] == 1024
     refused: list[tuple[dict[str, Any], str]] = [
         ({"layer_types": ["attention", "mamba"] * 20}, "layer_types must be 'attention' or 'full_attention' for each"),
         ({"layer_types": ["attention"]}, "layer_types must be"),

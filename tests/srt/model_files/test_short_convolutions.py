@@ -139,6 +139,12 @@ def test_defaults_of_lfm3_are_those_of_transformers(tmp_path: Path) -> None:
     assert config.ropes[2] == RopeConfig(1e6, ProportionalScaling(4, 1.0)) and config.ropes[4] == RopeConfig(1e4)
 
 
+@pytest.mark.parametrize("keys", [{}, {"norm_eps": 1e-3}, {"rms_norm_eps": 1e-3}], ids=str)
+def test_the_epsilon_of_lfm3_has_two_names(keys: dict[str, float], tmp_path: Path) -> None:
+    config = load(tmp_path, **LFM3 | {"norm_eps": None} | keys)
+    assert config.rms_norm_eps == Lfm3Config.from_pretrained(tmp_path).norm_eps
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
