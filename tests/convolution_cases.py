@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
+from mixer_cases import MixerCase
 
 from tercet.mem_cache.token_to_kv_pool import StoredConvolutions, TokenToKVPool
-from tercet.model_executor.forward_batch import ForwardBatch
 from tercet.model_executor.layers.short_convolution import ConvolutionWeights
-from tercet.model_executor.step import ForwardMode
 
 LAYER, NUM_LAYERS = 1, 3
 """The layer that tests compute, of those that a slot has beside each other."""
-Layer = Callable[[torch.Tensor, None, ForwardBatch], torch.Tensor]
-Chunk = tuple[int, int, int]
-"""A request, and its first new token and the one after its last."""
 
 
-class ConvolutionCase:
+class ConvolutionCase(MixerCase):
     """The inputs of requests and the weights of a layer."""
 
     def __init__(
@@ -35,77 +30,14 @@ class ConvolutionCase:
         device: str = "cpu",
     ) -> None:
         """`whole_numbers`: all numbers are so small and whole that every type has the results exactly."""
-        g = torch.Generator().manual_seed(seed)
-
-        def draw(*shape: int) -> torch.Tensor:
-            drawn = torch.randint(-2, 3, shape, generator=g) if whole_numbers else torch.randn(shape, generator=g)
-            return drawn.to(device, dtype)
-
-        self.lens, self.dtype, self.channels, self.device = list(lens), dtype, channels, device
-        self.projected = [draw(length, 3 * channels) for length in lens]
-        self.weights = ConvolutionWeights(draw(channels, 1, width), draw(channels) if has_bias else None)
-        self._size = 2 * sum(lens) + 3
-        slots = torch.randperm(self._size, generator=g)[: sum(lens)] + 1
-        self.slots = slots.to(device).split(self.lens)
-        self.rows = torch.randperm(len(lens) + 2, generator=g)[: len(lens)].to(device) + 1
-        self.table = torch.full((len(lens) + 3, max(lens) + 1), 10**9, dtype=torch.int32, device=device)
-        self.table[0] = 0
-        for row, own in zip(self.rows.tolist(), self.slots, strict=True):
-            self.table[row, : len(own)] = own.int()
+        super().__init__(seed, dtype, 3 * channels, lens, whole_numbers=whole_numbers, device=device)
+        self.channels = channels
+        self.weights = ConvolutionWeights(self.draw(channels, 1, width), self.draw(channels) if has_bias else None)
 
     def pool(self) -> TokenToKVPool:
         """A pool that nothing has been stored in."""
         convolutions = StoredConvolutions(NUM_LAYERS, self.channels, self.dtype)
-        pool = TokenToKVPool(self._size, 1, 1, 1, 2, self.dtype, self.device, convolutions=convolutions)
+        pool = TokenToKVPool(self.num_slots, 1, 1, 1, 2, self.dtype, self.device, convolutions=convolutions)
         for buffer in pool.conv_buffer:
             buffer.fill_(torch.nan)
         return pool
-
-    def run(
-        self, layer: Layer, chunks: Sequence[Chunk], *, decode: bool = False, num_padded: int = 0
-    ) -> list[torch.Tensor]:
-        """One step: the outputs of each chunk. `decode`: a decode step, with so many rows of padding."""
-        requests, starts, ends = zip(*chunks, strict=True)
-        sizes = [end - start for _, start, end in chunks]
-
-        def joined(parts: Sequence[torch.Tensor], padding: torch.Tensor | None = None) -> torch.Tensor:
-            padding = torch.zeros(num_padded, dtype=torch.int64, device=self.device) if padding is None else padding
-            return torch.cat([*(parts[k][start:end] for k, start, end in chunks), padding])
-
-        def padded(values: Sequence[int], padding: int) -> torch.Tensor:
-            return torch.tensor([*values, *[padding] * num_padded], device=self.device)
-
-        loose = torch.full((num_padded, 3 * self.channels), torch.nan, dtype=self.dtype, device=self.device)
-        rows = torch.cat([self.rows[list(requests)], torch.zeros(num_padded, dtype=torch.int64, device=self.device)])
-        positions = [torch.arange(length, device=self.device) for length in self.lens]
-        batch = ForwardBatch(
-            mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-            rows=rows,
-            seq_lens=padded(ends, 1),
-            input_ids=torch.empty(0, dtype=torch.int64),
-            positions=joined(positions),
-            out_cache_loc=joined(self.slots),
-            req_to_token=self.table,
-            logits_indices=None,
-            extend_start_loc=None if decode else padded([0, *np.cumsum(sizes).tolist()], 0),
-            prefix_lens=None if decode else padded(starts, 0),
-            seq_lens_host=np.array([*ends, *[1] * num_padded], np.int32),
-            extend_lens_host=None if decode else np.array(sizes, np.int32),
-        )
-        out = layer(joined(self.projected, loose), None, batch)
-        return list(out.split([*sizes, num_padded]))[: len(chunks)]
-
-    def random_steps(self, seed: int) -> Iterator[tuple[list[Chunk], bool]]:
-        """The chunks of each step, and whether it is a decode step, until all requests have ended."""
-        rng = np.random.default_rng(seed)
-        done = [0] * len(self.lens)
-        while True:
-            left = [k for k, length in enumerate(self.lens) if done[k] < length]
-            if not left:
-                return
-            decode = bool(rng.random() < 0.5)
-            some = rng.permutation(left)[: rng.integers(1, len(left) + 1)].tolist()
-            ends = [min(self.lens[k], done[k] + (1 if decode else int(rng.integers(1, 5)))) for k in some]
-            yield [(k, done[k], end) for k, end in zip(some, ends, strict=True)], decode
-            for k, end in zip(some, ends, strict=True):
-                done[k] = end

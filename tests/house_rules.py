@@ -22,6 +22,7 @@ KNOWS = {0: {0}, 1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2, 3}, 4: {0, 3, 4}, 5: {0, 
 EXECUTION_ORDER = [
     "step",
     "forward_batch",
+    "row_states",
     "cpu_build",
     "cpu_extension",
     "device",
