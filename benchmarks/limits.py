@@ -1,6 +1,7 @@
 """The speed limit of a step: the minimum bytes and operations of a model's step, and the minimum time for them.
 
-A decode step reads every weight once, and the keys and values of every request once. A prefill multiplies every token
+A decode step reads every weight once, and the keys and values of every request once. It also reads and writes the
+states of recurrent layers. A prefill multiplies every token
 with every weight. The embedding is a look-up, so it counts only if it is also the output head. Of experts, only those
 count that a token chooses. Each token is taken to choose at random, and all experts to be equally probable. If tokens
 choose the same experts, a step reads fewer.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from ..model_executor.models.family import family_of
 from ..model_executor.models.parameters import is_expert
+from ..model_executor.row_states import state_bytes
 from ..model_executor.runner.kv_pool import attended_bytes_per_token
 from ..model_executor.runner.settings import RunnerSettings
 from ..model_executor.weights.quantization import parameter_bytes
@@ -41,6 +43,8 @@ class ModelCost:
     """Bytes of all experts."""
     chosen_share: float = 0.0
     """The share of the experts of a layer that a token chooses."""
+    state_bytes: int = 0
+    """Bytes of the states of recurrent layers, for one request."""
 
     @classmethod
     def of(
@@ -67,6 +71,9 @@ class ModelCost:
             in_layers += in_experts * config.experts.num_experts_per_token // config.experts.num_experts
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]
+        delta_net = config.delta_net
+        if delta_net is not None:  # products of a state with the query and the key, and what a token adds to it
+            in_layers += 3 * len(delta_net.layers) * math.prod(delta_net.state_shape)
         # The products of a query with a key, and of a weight with a value.
         pair_dim = config.head_dim + config.attended_dim
         return cls(
@@ -77,6 +84,7 @@ class ModelCost:
             attention_flops_per_pair=2 * len(config.attention_layers) * config.num_heads * pair_dim,
             expert_bytes=expert_bytes,
             chosen_share=chosen_share,
+            state_bytes=0 if delta_net is None else state_bytes(delta_net, dtype_bytes),
         )
 
     @classmethod
@@ -95,7 +103,8 @@ class ModelCost:
 
     def decode_bytes(self, context_lens: Sequence[int]) -> int:
         """Bytes that one decode step moves. `context_lens`: context length of each request, its new token included."""
-        return self.read_bytes(len(context_lens)) + self.kv_bytes_per_token * sum(context_lens)
+        of_states = 2 * self.state_bytes * len(context_lens)  # read and written
+        return self.read_bytes(len(context_lens)) + self.kv_bytes_per_token * sum(context_lens) + of_states
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> int:
         """Operations of prefilling whole prompts and sampling one token for each."""

@@ -184,7 +184,9 @@ def build_scheduler(
     the loaded ones. `is_restart`: see `Adapters.begin`. Raises ValueError for an adapter that cannot be used.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
-    allocator, cache = _memory(server_args, cost_depth or equal_cost_depth(model_config), runner, clock)
+    cost_depth = cost_depth or equal_cost_depth(model_config)
+    is_recurrent = model_config.delta_net is not None
+    allocator, cache = _memory(server_args, cost_depth, runner, clock, is_recurrent=is_recurrent)
     kv = KVCacheManager(rows, allocator, cache, tiers)
     queues = RequestQueues(server_args.max_queued_requests)
     adapters = Adapters(runner, server_args.max_loras or 0, queues, io)
@@ -283,11 +285,16 @@ def _max_itl_s(server_args: ServerArgs) -> float | Literal["auto"] | None:
 
 
 def _memory(
-    server_args: ServerArgs, cost_depth: float, runner: EngineRunner, clock: Callable[[], float]
+    server_args: ServerArgs,
+    cost_depth: float,
+    runner: EngineRunner,
+    clock: Callable[[], float],
+    *,
+    is_recurrent: bool,
 ) -> tuple[BaseAllocator, BasePrefixCache]:
     page_size = runner.settings.page_size
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
-    if server_args.disable_radix_cache:
+    if server_args.disable_radix_cache or is_recurrent:
         return allocator, ChunkCache(page_size)
     return allocator, RadixCache(
         allocator,

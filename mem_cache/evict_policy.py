@@ -109,6 +109,9 @@ def equal_cost_depth(config: ModelConfig) -> float:
     of_weights = _projections(config) + layers_per_attention * 3 * config.hidden_size * width
     if config.convolutions is not None:  # three vectors from the input, and the output from one
         of_weights += (layers_per_attention - 1) * 4 * config.hidden_size * config.convolutions.channels
+    if config.delta_net is not None:
+        columns = sum(config.delta_net.projected_sizes) + config.delta_net.value_size
+        of_weights += (layers_per_attention - 1) * config.hidden_size * columns
     return of_weights / of_pair
 
 
@@ -116,7 +119,7 @@ def _projections(config: ModelConfig) -> int:
     """The multiplications of a token with the weights of attention in a layer."""
     hidden_size, num_heads, latent = config.hidden_size, config.num_heads, config.latent
     if latent is None:
-        return hidden_size * 2 * (num_heads + config.num_kv_heads) * config.head_dim
+        return hidden_size * (2 * (num_heads + config.num_kv_heads) * config.head_dim + config.num_attention_gates)
     queries = num_heads * latent.query_dim
     of_latents = num_heads * latent.latent_dim * (latent.nope_dim + latent.value_dim)
     first, second = (queries, 0) if latent.query_rank is None else (latent.query_rank, latent.query_rank * queries)

@@ -88,21 +88,21 @@ class TokenToKVPool:
         self.conv_buffer: Sequence[torch.Tensor] = ()
         if convolutions is not None:
             shape = (slots, convolutions.num_layers, convolutions.channels)
-            self._convolved = _zeros(shape, convolutions.dtype, device)
+            self._convolved = zeros(shape, convolutions.dtype, device)
             self.conv_buffer = self._convolved.unbind(1)
         if panel is None:
             shape = (slots, num_kv_heads, head_dim)
-            self.k_buffer = [_zeros(shape, dtype, device) for _ in layers]
+            self.k_buffer = [zeros(shape, dtype, device) for _ in layers]
             if self._shares_keys:
                 self.v_buffer = [keys[..., :attended_dim] for keys in self.k_buffer]
             else:
-                self.v_buffer = [_zeros(shape, dtype, device) for _ in layers]
+                self.v_buffer = [zeros(shape, dtype, device) for _ in layers]
             return
         dims = page_size, head_dim, attended_dim
         assert not any(dim % panel for dim in dims), (*dims, panel)
         blocks = slots // panel, num_kv_heads
         of_keys, of_values = (num_kv_heads * panel * dim for dim in (head_dim, attended_dim))
-        both = _zeros((blocks[0], num_layers, of_keys + of_values), dtype, device)
+        both = zeros((blocks[0], num_layers, of_keys + of_values), dtype, device)
         self._whole = both
         keys, values = both[..., :of_keys], both[..., of_keys:]
         self.k_buffer = [keys[:, layer].view(*blocks, head_dim // n, panel, n) for layer in layers]
@@ -192,7 +192,8 @@ class TokenToKVPool:
             start += view.shape[1]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU they take no memory before they are written. Raises OSError if they cannot be allocated."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Memory that is mapped but not written: the pool takes memory only as it fills, and no time at the start.

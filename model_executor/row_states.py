@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..mem_cache.token_to_kv_pool import zeros
+from ..srt.model_files.delta_net_config import DeltaNetConfig
+
 
 class LayerStates(NamedTuple):
     """The states of a recurrent layer, by row of ReqToTokenPool."""
@@ -17,36 +20,32 @@ class LayerStates(NamedTuple):
     p % (width - 1)"""
 
 
-class RowStates:
-    """The states of all recurrent layers: one of each row of ReqToTokenPool, which has the row's number.
+def make_row_states(
+    num_rows: int, sizes: DeltaNetConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[LayerStates, ...]:
+    """Make the states of all recurrent layers, those of rows 0..num_rows. `dtype`: that of activations.
 
-    A step changes the states of its rows in place. A request that begins at position 0 begins with a state of zeros,
-    whatever its row holds. So a row needs no cleaning when it is freed, and nobody but the layers touches the states.
-    Row 0 serves padded batch entries.
+    A request has the state whose number is that of its row in ReqToTokenPool. A step changes the states of its rows in
+    place. A request that begins at position 0 begins with a state of zeros, whatever its row holds. So a row needs no
+    cleaning when it is freed, and nobody but the layers touches the states. Row 0 serves padded batch entries.
 
     The state of an earlier position is lost. So requests cannot share prefixes, and drafts cannot be taken back.
+
+    Raises OSError or torch.OutOfMemoryError if the memory cannot be allocated. On a CPU, a row that no request has had
+    takes none.
     """
+    rows = num_rows + 1
+    return tuple(
+        LayerStates(
+            zeros((rows, *sizes.state_shape), torch.float32, device),
+            zeros((rows, sizes.width - 1, sizes.channels), dtype, device),
+        )
+        for _ in sizes.layers
+    )
 
-    def __init__(
-        self,
-        num_rows: int,
-        num_layers: int,
-        state_shape: tuple[int, int, int],
-        recent_shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        """`state_shape`: heads, key_dim and value_dim. `recent_shape`: width - 1 and channels. `dtype`: that of
-        activations."""
-        self.layers = [
-            LayerStates(
-                torch.zeros((num_rows + 1, *state_shape), dtype=torch.float32, device=device),
-                torch.zeros((num_rows + 1, *recent_shape), dtype=dtype, device=device),
-            )
-            for _ in range(num_layers)
-        ]
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all states in bytes."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
+def state_bytes(sizes: DeltaNetConfig, dtype_bytes: int) -> int:
+    """The size of a request's states in all layers, in bytes. `dtype_bytes`: of a number of the activations."""
+    heads, key_dim, value_dim = sizes.state_shape
+    recent = (sizes.width - 1) * sizes.channels * dtype_bytes
+    return len(sizes.layers) * (heads * key_dim * value_dim * torch.float32.itemsize + recent)

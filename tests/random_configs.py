@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-
-
-def some(**choices):
-    """A dict of some of these settings. Each value is one of its choices."""
-    return st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in choices.items()})
-
-
-def fixed(**choices):
-    return st.fixed_dictionaries({key: st.sampled_from(values) for key, values in choices.items()})
-
+from random_choices import fixed, some
+from random_delta_nets import OF_DELTA_NETS
 
 ROPES = {
     "default": st.just({}),
@@ -116,6 +108,7 @@ EXPERTS_IN_GROUPS = st.sampled_from(
 IN_GROUPS = {"topk_method": "group_limited_greedy"}
 WIDTH_OF_EXPERTS = fixed(moe_intermediate_size=[8, 48])
 OF_FAMILY = {
+    **OF_DELTA_NETS,
     "gpt_oss": st.builds(
         dict.__or__,
         some(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiny_convolution_configs import CONVOLUTION_CONFIGS
+from tiny_delta_net_configs import DELTA_NET_CONFIGS
 from tiny_latent_configs import LATENT_CONFIGS
 from transformers import (
     ArceeConfig,
@@ -392,4 +393,5 @@ CONFIGS = {
     "mixtral_window": lambda: MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
     **LATENT_CONFIGS,
     **CONVOLUTION_CONFIGS,
+    **DELTA_NET_CONFIGS,
 }

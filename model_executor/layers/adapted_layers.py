@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...srt.model_files.delta_net_config import DeltaNetConfig
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
+from ..row_states import LayerStates
 from .attention import QKNorm
 from .decode_start import StartDecode
+from .delta_net import DeltaNetWeights
 from .experts import Expert, ExpertWeights, RouterWeights
 from .kinds import AttentionLayer, Layer, LayerKinds, Rotary
 from .latent_attention import LatentLayers
@@ -92,11 +95,16 @@ class LoraLayers:
     ) -> AttentionLayer:
         return self._layers.latent_attention(layer_id, backend, sizes, layers)
 
-    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
-        return self._layers.gated_heads(attention, num_heads)
+    def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
+        return self._layers.gated_heads(attention, num_gates)
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return self._layers.convolution(stored, weights)
+
+    def delta_net(
+        self, sizes: DeltaNetConfig, states: LayerStates, weights: DeltaNetWeights, eps: float
+    ) -> AttentionLayer:
+        return self._layers.delta_net(sizes, states, weights, eps)
 
     def experts(self, router: RouterWeights, experts: Sequence[ExpertWeights], config: ExpertsConfig) -> Layer:
         return self._layers.experts(router, experts, config)

@@ -285,8 +285,8 @@ class CpuLayers(TorchLayers):
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, _angles)
 
-    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
-        return HeadGates(attention, num_heads, _ops.gate_heads)
+    def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
+        return HeadGates(attention, num_gates, _ops.gate_heads)
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return CpuShortConvolution(stored, weights)

@@ -11,15 +11,18 @@ from typing import Any, Protocol
 
 import torch
 
+from ...srt.model_files.delta_net_config import DeltaNetConfig
 from ...srt.model_files.experts_config import ClampedGate, ExpertsConfig
 from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation, ModelConfig
 from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
+from ..row_states import LayerStates
 from .activation import SquaredReLU, gated_activation
 from .attention import Attention, QKNorm
 from .decode_start import StartDecode, TorchStart
+from .delta_net import DeltaNet, DeltaNetWeights
 from .embedding import Embedding, ScaledEmbedding
 from .experts import ComposedExperts, Expert, ExpertWeights, RouterWeights, WithSharedExpert
 from .head_gates import HeadGates, gate_heads
@@ -46,7 +49,8 @@ class AttentionLayer(Protocol):
     """The mixer of a layer, between two linear layers. It stores in the pool what later tokens need of its tokens.
 
     Attention: the outputs of the first linear layer, [T, n] -> [T, heads * value_dim]. Without latents, n is
-    (heads + 2 * kv_heads) * head_dim. A short convolution: [T, 3 * channels] -> [T, channels]. It ignores rotations.
+    (heads + 2 * kv_heads) * head_dim. A short convolution: [T, 3 * channels] -> [T, channels]. It ignores rotations. So
+    does a Gated DeltaNet, which changes the states of rows instead of storing in the pool.
     """
 
     def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
@@ -79,11 +83,16 @@ class LayerKinds(Protocol):
     ) -> AttentionLayer:
         """Make latent attention. `layer_id`: as in `attention`. `layers`: made by `norm` and `linear`."""
 
-    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
+    def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
         """Make attention with gates (HeadGates). `attention`: made by `attention`."""
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         """Make a short convolution. `stored`: a `TokenToKVPool.conv_buffer`, [slots, channels]."""
+
+    def delta_net(
+        self, sizes: DeltaNetConfig, states: LayerStates, weights: DeltaNetWeights, eps: float
+    ) -> AttentionLayer:
+        """Make a Gated DeltaNet. `eps`: that of the norm of its outputs."""
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer: ...
 
@@ -160,11 +169,16 @@ class TorchLayers:
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, same_angles)
 
-    def gated_heads(self, attention: AttentionLayer, num_heads: int) -> AttentionLayer:
-        return HeadGates(attention, num_heads, gate_heads)
+    def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
+        return HeadGates(attention, num_gates, gate_heads)
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return ShortConvolution(stored, weights)
+
+    def delta_net(
+        self, sizes: DeltaNetConfig, states: LayerStates, weights: DeltaNetWeights, eps: float
+    ) -> AttentionLayer:
+        return DeltaNet(sizes, states, weights, eps)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Linear(weight, bias)
@@ -232,7 +246,7 @@ class TorchLayers:
 def is_compiled(layers: LayerKinds, config: ModelConfig) -> bool:
     """Whether all layers of a model are compiled CPU operations, so that its steps can be recorded on a CPU."""
     has_only_linears = config.experts is None and config.latent is None
-    return layers.compiled and (layers.fully_compiled or has_only_linears)
+    return config.delta_net is None and layers.compiled and (layers.fully_compiled or has_only_linears)
 
 
 def layers_for(

@@ -25,13 +25,16 @@ from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
+from ..layers.delta_net import DeltaNetWeights
 from ..layers.experts import Expert, ExpertWeights, RouterWeights
 from ..layers.kinds import AttentionLayer, Layer, LayerKinds, is_compiled
 from ..layers.latent_attention import LatentLayers
 from ..layers.layernorm import RMSNorm
 from ..layers.residual import BeforeSum, NormedSum, Pending, Stream, StreamLayer, UnnormedLayer
 from ..layers.short_convolution import ConvolutionWeights
+from ..row_states import LayerStates
 from .convolution_parameters import convolution_bias_name, convolution_name
+from .delta_net_parameters import delta_net_names
 from .family import ModelFamily, Parameters
 from .latent_parameters import kv_b_name
 from .parameters import (
@@ -90,12 +93,12 @@ class DecoderLayer:
         params: Parameters,
         backend: AttentionBackend,
         layers: LayerKinds,
+        states: Sequence[LayerStates],
         input_norm: RMSNorm | None,
         next_norm: RMSNorm | None,
     ) -> None:
-        """`input_norm`: that before this layer's mixer. `next_norm`: that of the next layer, or the last of the model.
-
-        None: there is none.
+        """`states`: of all recurrent layers. `input_norm`: that before this layer's mixer. `next_norm`: that of the
+        next layer, or the last of the model. None: there is none.
         """
 
         def weights(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -115,7 +118,7 @@ class DecoderLayer:
         self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.rope_index = _distinct_ropes(config).index(config.ropes[layer_id])
-        self.mixer = _mixer(config, layer_id, params, backend, layers)
+        self.mixer = _mixer(config, layer_id, params, backend, states, layers)
         self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = _input_norm(config, params, f"{prefix}post_attention_norm.weight", layers)
         self._normed_qkv = of_stream(self.input_norm, self.qkv_proj)
@@ -176,7 +179,9 @@ class Decoder:
         backend: AttentionBackend,
         layers: LayerKinds,
         context_len: int,
+        states: Sequence[LayerStates] = (),
     ) -> None:
+        """`states`: of all recurrent layers."""
         self.compiled = is_compiled(layers, config)
         self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.residual_norm_eps)
@@ -185,7 +190,8 @@ class Decoder:
         names = [f"layers.{index}.input_norm.weight" for index in range(config.num_layers)]
         norms = [*(_input_norm(config, params, name, layers) for name in names), self.norm]
         self.layers = [
-            DecoderLayer(config, index, params, backend, layers, *pair) for index, pair in enumerate(pairwise(norms))
+            DecoderLayer(config, index, params, backend, layers, states, *pair)
+            for index, pair in enumerate(pairwise(norms))
         ]
         embedding = params["embed_tokens.weight"]
         if config.tie_word_embeddings:
@@ -224,11 +230,20 @@ def _input_norm(config: ModelConfig, params: Parameters, name: str, layers: Laye
 
 
 def _mixer(
-    config: ModelConfig, layer_id: int, params: Parameters, backend: AttentionBackend, layers: LayerKinds
+    config: ModelConfig,
+    layer_id: int,
+    params: Parameters,
+    backend: AttentionBackend,
+    states: Sequence[LayerStates],
+    layers: LayerKinds,
 ) -> AttentionLayer:
-    """Attention, or the convolution in its place. The pool and the attention backend number the layers of each kind
-    separately, from 0."""
+    """Attention, or what the layer has in its place. The pool, the states and the attention backend number the layers
+    of each kind separately, from 0."""
     prefix = f"layers.{layer_id}."
+    if not config.has_attention(layer_id) and config.delta_net is not None:
+        own = states[config.delta_net.layers.index(layer_id)]
+        weights = DeltaNetWeights(*(params[name] for name in delta_net_names(layer_id)))
+        return layers.delta_net(config.delta_net, own, weights, config.rms_norm_eps)
     if not config.has_attention(layer_id):
         assert config.convolutions is not None
         stored = backend.kv_pool.conv_buffer[config.convolutions.layers.index(layer_id)]
@@ -243,7 +258,7 @@ def _mixer(
         q_norm, k_norm = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
         qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, norm_after=config.qk_norm == "rotated_heads")
     attention = layers.attention(index, backend, qk_norm, params.get(sinks_name(layer_id)))
-    return layers.gated_heads(attention, config.num_heads) if config.head_gates else attention
+    return layers.gated_heads(attention, config.num_attention_gates) if config.attention_gates else attention
 
 
 def _latent_layers(config: ModelConfig, layer_id: int, params: Parameters, layers: LayerKinds) -> LatentLayers:

@@ -21,6 +21,7 @@ from ..layers.decode_start import StartDecode
 from ..layers.kinds import Layer, LayerKinds, Rotary
 from ..layers.output_head import OutputHead
 from ..layers.residual import Stream
+from ..row_states import LayerStates
 from .parameter import Parameter
 
 Parameters = Mapping[str, Any]
@@ -56,8 +57,8 @@ class ModelFamily:
     """the tensors of a model, and the checkpoint tensors that each is made from"""
     attention: Callable[[ModelConfig], list[AttentionSpec]]
     """the attention of each layer"""
-    build: Callable[[ModelConfig, Parameters, AttentionBackend, LayerKinds, int], Model]
-    """makes the model from config, parameters, attention backend, layers and context length"""
+    build: Callable[[ModelConfig, Parameters, AttentionBackend, LayerKinds, int, Sequence[LayerStates]], Model]
+    """makes the model from config, parameters, attention backend, layers, context length and states"""
 
 
 def family_of(config: ModelConfig) -> ModelFamily:

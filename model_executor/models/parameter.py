@@ -42,6 +42,8 @@ class Part(NamedTuple):
     """what the sums are multiplied by"""
     head_order: tuple[int, ...] | None = None
     """the rows of each head in the order of the model, as numbers of the tensor's rows; None: as in the tensor"""
+    head_rows: int | None = None
+    """rows of a head in the tensor; None: as many as the part has. If it has fewer, other parts have the rest"""
     is_only_row: bool = False
     """whether the part is a vector, and the tensor a matrix that has no other row"""
 
@@ -49,14 +51,21 @@ class Part(NamedTuple):
     def tensor_shape(self) -> tuple[int, ...]:
         if self.is_only_row:
             return (1, *self.shape)
-        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
+        num_rows = self._in_tensor(self.shape[0]) if self.num_rows is None else self.num_rows
+        return (num_rows, *self.shape[1:])
 
     def within_tensor(self, region: Region) -> Region:
         """Where the tensor has a region of the part."""
         if self.is_only_row:
             return (slice(0, 1), *region)
-        rows = slice(self.first_row + region[0].start, self.first_row + region[0].stop)
+        rows = slice(*(self.first_row + self._in_tensor(row) for row in (region[0].start, region[0].stop)))
         return (rows, *region[1:])
+
+    def _in_tensor(self, rows: int) -> int:
+        """The rows that the tensor has for `rows` rows of the part, which are whole heads if it lacks some."""
+        if self.head_order is None or self.head_rows is None:
+            return rows
+        return rows // len(self.head_order) * self.head_rows
 
     def computed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The numbers of the model from those of the tensor; float32 unless they are equal."""
@@ -67,11 +76,11 @@ class Part(NamedTuple):
         return (self.offset, self.factor) != (0, 1)
 
     def in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of whole heads, in the order of the model."""
+        """The part's rows from those of whole heads in the tensor, in the order of the model."""
         if self.head_order is None:
             return rows
         order = torch.tensor(self.head_order, device=rows.device)
-        return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
+        return rows.unflatten(0, (-1, self.head_rows or len(order))).index_select(1, order).flatten(0, 1)
 
 
 def stacked(name: str, *sizes: int) -> tuple[Part, ...]:

@@ -17,6 +17,7 @@ from ...srt.model_files.families import FAMILIES
 from ...srt.model_files.family import Family
 from ...srt.model_files.model_config import ModelConfig
 from .convolution_parameters import convolution, convolution_linears
+from .delta_net_parameters import FLOAT32_ENDINGS, delta_net, delta_net_linears
 from .latent_parameters import kv_b_proj, latent_linears, latent_norms
 from .parameter import LinearParts, Parameter, Part, Shard, Split, half_split_order, stacked
 
@@ -27,7 +28,7 @@ ROUTER_ENDING = ".router.weight"
 SHARED_GATE_ENDING = ".shared_expert_gate.weight"
 _SINKS_ENDING = ".sinks"
 _CORRECTIONS_ENDING = ".router.corrections"
-_FLOAT32_ENDINGS = (_SINKS_ENDING, _CORRECTIONS_ENDING)
+_FLOAT32_ENDINGS = (_SINKS_ENDING, _CORRECTIONS_ENDING, *FLOAT32_ENDINGS)
 
 
 class ParameterDtypes(NamedTuple):
@@ -58,6 +59,8 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
         )
     if shard.size > 1 and config.latent is not None:
         raise ValueError(f"{shard.size} ranks cannot divide {config.architecture}: its heads share their keys")
+    if shard.size > 1 and config.delta_net is not None:
+        raise ValueError(f"{shard.size} ranks cannot divide {config.architecture}: it has recurrent layers")
     divided = [(name, getattr(config, name)) for name in ("num_heads", "num_kv_heads")]
     if config.convolutions is not None:
         divided.append(("channels", config.convolutions.channels))
@@ -116,13 +119,14 @@ class _LayerParts(NamedTuple):
     """of every layer"""
     attention_norms: dict[str, Part]
     attention: dict[str, LinearParts]
-    convolution: dict[str, LinearParts]
+    others: dict[str, LinearParts]
+    """around the mixer of a layer without attention"""
     dense: dict[str, LinearParts]
     """the feed-forward layer of a layer without experts"""
 
     @classmethod
     def of(cls, config: ModelConfig) -> _LayerParts:
-        family, convolutions = FAMILIES[config.architecture], config.convolutions
+        family = FAMILIES[config.architecture]
         order = None
         if config.rope.rotary_dim is not None or family.interleaved_rotary:
             order = half_split_order(config.head_dim, config.rope.rotary_dim, family.interleaved_rotary)
@@ -130,9 +134,16 @@ class _LayerParts(NamedTuple):
             norms=_norms(config, family),
             attention_norms=_attention_norms(config, family, order),
             attention=_attention_linears(config, family, order),
-            convolution={} if convolutions is None else convolution_linears(convolutions, config.hidden_size),
+            others=_other_linears(config),
             dense=_dense_linears(config, family),
         )
+
+
+def _other_linears(config: ModelConfig) -> dict[str, LinearParts]:
+    """The linear layers around the mixer of a layer without attention."""
+    if config.delta_net is not None:
+        return delta_net_linears(config.delta_net, config.hidden_size)
+    return {} if config.convolutions is None else convolution_linears(config.convolutions, config.hidden_size)
 
 
 def _norms(config: ModelConfig, family: Family) -> dict[str, Part]:
@@ -177,8 +188,13 @@ def _attention_linears(config: ModelConfig, family: Family, order: tuple[int, ..
     if family.stacked_qkv:
         q, k, v = stacked("self_attn.qkv_proj", q_size, kv_size, kv_size)
     parts = [q._replace(head_order=order), k._replace(head_order=order), v]
-    if config.head_gates:
+    if config.attention_gates == "heads":
         parts.append(Part(names.head_gates, (config.num_heads,)))
+    if config.attention_gates == "components":
+        head_dim = config.head_dim
+        whole = parts[0]._replace(head_rows=2 * head_dim)
+        parts[0] = whole._replace(head_order=order or tuple(range(head_dim)))
+        parts.append(whole._replace(head_order=tuple(range(head_dim, 2 * head_dim))))
     out_size = config.num_heads * config.value_dim
     linears = {
         "qkv_proj": LinearParts(tuple(parts), hidden, config.qkv_bias, Split.COLUMNS),
@@ -210,14 +226,16 @@ def _layer(config: ModelConfig, index: int, of_layers: _LayerParts) -> Iterator[
     for name, part in norms.items():
         stored = part._replace(name=f"{source}{part.name}.weight")
         yield Parameter(f"layers.{index}.{name}.weight", part.shape, (stored,), Split.REPLICATED)
-    if not has_attention:
+    if not has_attention and config.delta_net is not None:
+        yield from delta_net(config.delta_net, index, source)
+    elif not has_attention:
         assert config.convolutions is not None
         yield from convolution(config.convolutions, index, source, is_gguf=config.load_format == "gguf")
     if FAMILIES[config.architecture].attention_sinks:
         yield _whole(sinks_name(index), f"{source}self_attn.sinks", (config.num_heads,), Split.COLUMNS)
     if config.latent is not None:
         yield kv_b_proj(config.latent, index, source, config.num_heads)
-    linears = of_layers.attention if has_attention else of_layers.convolution
+    linears = of_layers.attention if has_attention else of_layers.others
     for name, (parts, columns, bias, split) in (linears if is_sparse else linears | of_layers.dense).items():
         rows = sum(part.shape[0] for part in parts)
         weights = tuple(_renamed(part, f"{source}{part.name}.weight", columns) for part in parts)

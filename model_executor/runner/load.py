@@ -26,6 +26,7 @@ from ..kernels.host_compiler import needs_c_compiler
 from ..layers.adapted_layers import AdaptedParameters, LoraLayers
 from ..layers.kinds import LayerKinds, is_compiled, layers_for
 from ..models.family import Model, Parameters, family_of
+from ..row_states import LayerStates, state_bytes
 from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
@@ -35,13 +36,14 @@ from .adapters import few_rows_bytes, make_adapters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .host_kv import HostKV, device_bytes
-from .kv_budget import check_adapters, check_host_kv, check_random_weights, check_weights, num_kv_tokens
+from .kv_budget import check_adapters, check_host_kv, check_random_weights, check_states, check_weights, num_kv_tokens
 from .kv_pool import kv_bytes_per_token, make_kv_pool
 from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
+from .recurrent_settings import states_of_settings
 from .settings import RunnerSettings, weight_bytes
 from .slot_table import make_slot_table
-from .step_memory import activation_bytes, rotation_bytes, saved_split_bytes, torch_attention_bytes
+from .step_memory import activation_bytes, recurrence_bytes, rotation_bytes, saved_split_bytes, torch_attention_bytes
 from .warmup import all_allowed, low_tile_tokens, warmup_steps
 from .weight_update import BuiltModel, WeightUpdater
 
@@ -111,6 +113,12 @@ class _RunnerBuilder:
         # Before what takes long, and takes memory for each row. The runner that is measured and the runner that serves
         # share it, so that the measurement includes it.
         self.table = make_slot_table(settings.max_running_requests, settings.context_len, settings.device)
+        self.states: tuple[LayerStates, ...] = ()
+        self._state_bytes = 0
+        if config.delta_net is not None:
+            num_rows = settings.max_running_requests
+            self.states = states_of_settings(num_rows, config.delta_net, settings.dtype, settings.device)
+            self._state_bytes = (num_rows + 1) * state_bytes(config.delta_net, settings.dtype.itemsize)
         self.uploads = Uploads(settings.device, self.accelerator)
         self.adapters = make_adapters(settings, config, self.uploads)
         self._adapter_bytes = 0 if self.adapters is None else self.adapters.num_bytes
@@ -146,6 +154,8 @@ class _RunnerBuilder:
         left = max(host.available - self.weight_bytes, 0)
         check_adapters(self._adapter_bytes, left)
         left -= self._adapter_bytes
+        check_states(self._state_bytes, left)
+        left -= self._state_bytes
         check_host_kv(self._host_kv_bytes, left, on_cpu=True)
         memory = Memory(host.total, left - self._host_kv_bytes)
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
@@ -206,6 +216,8 @@ class _RunnerBuilder:
         )
         if settings.attention_backend == "cpu":
             reserve += rotation_bytes(config, longest) + saved_split_bytes(config, rows=num_rows, longest=longest)
+        if config.delta_net is not None and not compiled:
+            reserve += recurrence_bytes(config.delta_net, rows=settings.max_running_requests)
         if settings.attention_backend == "torch":
             reserve += torch_attention_bytes(settings, config, longest)
         return reserve
@@ -262,7 +274,8 @@ class _RunnerBuilder:
         layers = self._layers(settings, attention.name)
         if self.adapters is not None:
             layers, parameters = LoraLayers(layers), AdaptedParameters(parameters, self.adapters.tables)
-        return family_of(self.config).build(self.config, parameters, attention, layers, settings.context_len)
+        build = family_of(self.config).build
+        return build(self.config, parameters, attention, layers, settings.context_len, self.states)
 
     def weight_updater(self, runner: ModelRunner) -> WeightUpdater:
         """What loads other weights into the runner."""

@@ -36,6 +36,7 @@ from ..weights.quantization import (
     quantized_forms,
 )
 from .latent_settings import check_latent_attention
+from .recurrent_settings import resolve_rows
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
-    max_choices = server_args.max_running_requests
+    max_choices = num_rows = resolve_rows(server_args, config, dtype, device)
     max_recorded_rows = min(max_choices, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
     if server_args.speculative_algorithm is not None:
         if not on_cpu or backend == "triton":
@@ -201,7 +202,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         weight_cache=server_args.weight_cache,
         page_size=page_size,
         context_len=context_len,
-        max_running_requests=server_args.max_running_requests,
+        max_running_requests=num_rows,
         max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
         chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
         mem_fraction_static=server_args.mem_fraction_static,

@@ -6,8 +6,11 @@ step would take minutes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from ...srt.model_files.delta_net_config import DeltaNetConfig
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.model_files.short_convolutions import ShortConvolutions
@@ -29,8 +32,8 @@ _SPLIT = 256
 """Keys of a split: `kSplit` of csrc/cpu/attention_plan.h."""
 _WIDTH = 32
 """A saved result, and a row of the sums of experts, has a multiple of this many numbers, or of a half of it."""
-_MOST_STACKED = 3
-"""Most matrices that are stacked in a layer: queries, keys and values."""
+_MOST_STACKED = 4
+"""Most matrices that are stacked in a layer: queries, keys, values and gates."""
 _SCRATCH_BYTES_OF_GROUP = 2 * GROUP + 12
 """Bytes per group of activations quantized to 8 bits (csrc/cpu/quantized.h): values of at most 2 bytes, and 12 more."""
 
@@ -61,15 +64,19 @@ def activation_bytes(
         first = config.num_heads * latent.query_dim if latent.query_rank is None else latent.query_rank
         of_heads = config.num_heads * (latent.query_dim + latent.value_dim)
         attention += 2 * (first + latent.key_dim + of_heads) * dtype.itemsize
-    mixed_size = q_size if config.convolutions is None else max(q_size, config.convolutions.channels)
+    attention += config.num_attention_gates * dtype.itemsize
+    mixed_size = max(q_size, _other_mixed_size(config))
     # Input, residual, its norm and the output; the attention output; the gated activations.
     feed_forward = (4 * hidden + mixed_size + inter) * dtype.itemsize
     if not compiled:
         attention += (2 * q_size + 2 * kv_size) * 2 * _FLOAT_BYTES  # rotated in float32
+        attention += 2 * config.num_attention_gates * _FLOAT_BYTES
         feed_forward += 2 * inter * dtype.itemsize  # the outputs of the gate and up projections
     if config.convolutions is not None:
         convolution = 3 * hidden * dtype.itemsize + _convolution_bytes(config.convolutions, dtype, compiled=compiled)
         attention = max(attention, convolution)
+    if config.delta_net is not None:
+        attention = max(attention, 3 * hidden * dtype.itemsize + _delta_net_bytes(config.delta_net, dtype))
     if config.experts is not None:
         bytes_of = _compiled_expert_bytes if compiled else _expert_bytes
         experts = (4 * hidden + mixed_size) * dtype.itemsize + bytes_of(config.experts, hidden, dtype)
@@ -108,19 +115,44 @@ def _convolution_bytes(convolutions: ShortConvolutions, dtype: torch.dtype, *, c
     return numbers + convolutions.channels * (2 * dtype.itemsize + 4 * _FLOAT_BYTES) + 4 * 8
 
 
+def _other_mixed_size(config: ModelConfig) -> int:
+    """Components that the mixers of layers without attention make of a token."""
+    if config.delta_net is not None:
+        return config.delta_net.value_size
+    return 0 if config.convolutions is None else config.convolutions.channels
+
+
+def _delta_net_bytes(sizes: DeltaNetConfig, dtype: torch.dtype) -> int:
+    """An upper bound in bytes of what a Gated DeltaNet takes for a token, without what `recurrence_bytes` counts."""
+    # The outputs of the first layer; the own outputs, and those of the layer before.
+    return (sum(sizes.projected_sizes) + 2 * sizes.value_size) * dtype.itemsize
+
+
+def recurrence_bytes(sizes: DeltaNetConfig, *, rows: int) -> int:
+    """An upper bound in bytes of what a Gated DeltaNet in torch takes for one token of each of `rows` rows at once."""
+    # The states, and a product with each number of them; a copy for the row that is stored.
+    of_states = 3 * math.prod(sizes.state_shape)
+    # The chosen outputs of the first layer; the convolution, what is added to it, that as floats, and its SiLU; queries
+    # and keys of value heads, their products and their norms; the outputs in steps.
+    of_vectors = 9 * sum(sizes.projected_sizes) + 6 * sizes.num_value_heads * sizes.key_dim
+    return rows * (of_states + of_vectors) * _FLOAT_BYTES
+
+
 def _lora_bytes(config: ModelConfig, dtype: torch.dtype, lora: LoraSize, *, compiled: bool) -> int:
     """An upper bound in bytes of what a layer with adapters takes for a token: all tokens may have the same one."""
     dense = 2 * config.intermediate_size if config.has_dense_layers else 0
     if config.experts is not None and config.experts.shared is not None:
         dense = max(dense, 2 * config.experts.shared.intermediate_size)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inputs = max(config.hidden_size, q_size, dense // 2)
+    inputs = max(config.hidden_size, q_size, _other_mixed_size(config), dense // 2)
     hidden = (_MOST_STACKED * lora.max_rank + _WIDTH) * _FLOAT_BYTES
     if compiled:
         return hidden + inputs * _FLOAT_BYTES  # some types are widened
-    outputs = max(config.hidden_size, q_size + 2 * kv_size, dense)
+    outputs = max(config.hidden_size, q_size + 2 * kv_size + config.num_attention_gates, dense)
     if config.convolutions is not None:
         outputs = max(outputs, 3 * config.convolutions.channels)
+    if config.delta_net is not None:
+        outputs = max(outputs, sum(config.delta_net.projected_sizes))
     # The inputs of the tokens, and as floats; the products of each stacked matrix and of all, the old and new outputs.
     return hidden + inputs * (dtype.itemsize + _FLOAT_BYTES) + outputs * (3 * _FLOAT_BYTES + 2 * dtype.itemsize)
 

@@ -28,6 +28,7 @@ from ..models.parameters import EMBEDDING, LM_HEAD, ParameterDtypes, check_shard
 from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
 from .integer_checkpoint import IntegerCheckpoint
+from .joined_experts import JoinedExperts
 from .packed_cache import PackedParameters
 from .quantization import STORED_BITS_PER_WEIGHT, dummy_form, fp8_form, is_linear, is_multiplied
 from .safetensors_checkpoint import SafetensorsCheckpoint
@@ -224,6 +225,8 @@ def _open(config: ModelConfig, device: torch.device = _CPU) -> Checkpoint:
         return Fp8Checkpoint(config.model_path, config.quantization)
     if config.quantization is not None:
         return IntegerCheckpoint(config.model_path, config.quantization, device)
+    if FAMILIES[config.architecture].joined_experts:
+        return JoinedExperts(config.model_path)
     return SafetensorsCheckpoint(config.model_path)
 
 
@@ -303,10 +306,10 @@ class StoredParameters(Mapping[str, Any]):
 
 
 def _extra_layers(config: ModelConfig) -> tuple[str, ...]:
-    """What the names of tensors that predict further tokens begin with. Some keep their names of GGUF files. ERNIE has
-    names of their own for them."""
+    """What the names of tensors that predict further tokens begin with. Some keep their names of GGUF files. ERNIE and
+    Qwen 3.5 have names of their own for them."""
     layers = range(config.num_layers, config.num_layers + config.num_extra_layers)
-    return "model.mtp_", *(f"{prefix}.{layer}." for layer in layers for prefix in ("model.layers", "blk"))
+    return "model.mtp_", "mtp.", *(f"{prefix}.{layer}." for layer in layers for prefix in ("model.layers", "blk"))
 
 
 def _rounded(weight: torch.Tensor, form: str) -> QuantizedWeight | Fp8Weight:

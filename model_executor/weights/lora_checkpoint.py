@@ -7,6 +7,7 @@ A and a B for each of them. A checkpoint that stacks them already (Phi 3) has on
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,8 +49,6 @@ class _Module(NamedTuple):
     """A matrix of the checkpoint that an adapter may change."""
 
     parameter: Parameter
-    place: int
-    """of its A among those of the parameter"""
     parts: tuple[Part, ...]
     """what it has of the parameter: all of one tensor"""
 
@@ -61,8 +60,7 @@ def lora_shapes(config: ModelConfig) -> dict[str, LoraShape]:
     """
     shapes = {}
     for parameter in _adaptable(config):
-        names = list(dict.fromkeys(part.name for part in parameter.parts))
-        rows = tuple(sum(part.shape[0] for part in parameter.parts if part.name == name) for name in names)
+        rows = tuple(sum(part.shape[0] for part in parts) for _, parts in _runs(parameter))
         shapes[parameter.name] = LoraShape(rows, parameter.shape[1], parameter.name.endswith("gate_up_proj.weight"))
     return shapes
 
@@ -93,10 +91,16 @@ def _adaptable(config: ModelConfig) -> Iterator[Parameter]:
 
 def _modules(parameter: Parameter) -> Iterator[tuple[str, _Module]]:
     """The modules of a parameter by name."""
-    names = dict.fromkeys(part.name for part in parameter.parts)
-    for place, name in enumerate(names):
+    for name in dict.fromkeys(part.name for part in parameter.parts):
         parts = tuple(part for part in parameter.parts if part.name == name)
-        yield name.removesuffix(".weight"), _Module(parameter, place, parts)
+        yield name.removesuffix(".weight"), _Module(parameter, parts)
+
+
+def _runs(parameter: Parameter) -> list[tuple[str, list[Part]]]:
+    """The neighbouring parts of each module, with its name. Each run has matrices A and B of its own, because a module
+    may have others between its parts."""
+    runs = itertools.groupby(parameter.parts, lambda part: part.name.removesuffix(".weight"))
+    return [(name, list(parts)) for name, parts in runs]
 
 
 class _Pair(NamedTuple):
@@ -195,24 +199,24 @@ def _check_shapes(
 
 def _stacked(parameter: Parameter, pairs: Mapping[str, _Pair], lora: LoraConfig) -> LoraWeight:
     """The matrices of a parameter. A module without an adapter has zeros, and so has a rank that a module lacks."""
-    modules = dict(_modules(parameter))
+    modules, runs = dict(_modules(parameter)), _runs(parameter)
     rank = max(len(pair.a) for pair in pairs.values())
-    a = torch.zeros(len(modules), rank, parameter.shape[1])
+    a = torch.zeros(len(runs), rank, parameter.shape[1])
     b: list[torch.Tensor] = []
-    for name, module in modules.items():
-        rows = torch.zeros(sum(part.shape[0] for part in module.parts), rank)
+    for place, (name, parts) in enumerate(runs):
+        rows = torch.zeros(sum(part.shape[0] for part in modules[name].parts), rank)
         if name in pairs:
             pair = pairs[name]
-            a[module.place, : len(pair.a)] = pair.a
+            a[place, : len(pair.a)] = pair.a
             rows[:, : len(pair.a)] = pair.b * lora.scale_of(pair.name)
-        b += _in_order(rows, module.parts)
+        b += _in_order(rows, parts)
     return LoraWeight(a, torch.cat(b))
 
 
 def _in_order(rows: torch.Tensor, parts: Iterable[Part]) -> Iterator[torch.Tensor]:
     """The rows of a module in the order of the model."""
     for part in parts:
-        yield part.in_order(rows[part.first_row : part.first_row + part.shape[0]])
+        yield part.in_order(rows[part.within_tensor((slice(0, part.shape[0]),))])
 
 
 def _fingerprint(weights: Mapping[str, LoraWeight]) -> str:

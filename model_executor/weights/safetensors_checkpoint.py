@@ -16,7 +16,7 @@ from .safetensors_file import SafetensorsFile
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGER_ENDINGS = (".qweight", ".weight_packed")
 """What the names of matrices of integers end with, in the formats whose names differ from those of other matrices."""
-_STACKED_ENDINGS = (".experts.gate_up_proj", ".experts.down_proj")
+STACKED_ENDINGS = (".experts.gate_up_proj", ".experts.down_proj")
 """What the names of the matrices of all experts in one tensor end with. transformers has them so in memory."""
 _ROWS_OF_EXPERTS_ENDINGS = (".input_linear.weight", ".output_linear.weight")
 """What the names of tensors [experts, rows, columns] end with that are read as one matrix with the rows of all experts
@@ -25,7 +25,9 @@ _PREFIX = "model."
 """What the names of all tensors but the output head begin with, unless the model was saved without an output head."""
 _IN_LANGUAGE_MODEL = re.compile(r"language_model\.(model\.|(?P<head>lm_head\.))|model\.language_model\.")
 """What names of a language model begin with in a model that also takes images. The second form is transformers 5's."""
-_PARTS_FOR_IMAGES = "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
+_PARTS_FOR_IMAGES = (
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
+)  # fmt: skip
 
 
 class SafetensorsCheckpoint:
@@ -51,7 +53,7 @@ class SafetensorsCheckpoint:
             raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
         if not quantized_types and (integers := sorted(x for x in self._file_of if x.endswith(_INTEGER_ENDINGS))):
             raise ValueError(f"tensor {integers[0]!r} has integers, but config.json has no quantization_config for it")
-        stacked = sorted(name for name in self._file_of if name.endswith(_STACKED_ENDINGS))
+        stacked = sorted(name for name in self._file_of if name.endswith(STACKED_ENDINGS))
         if stacked and not stacked_experts:
             raise ValueError(
                 f"tensor {stacked[0]!r} has the matrices of all experts, but each expert must have tensors of its own, "

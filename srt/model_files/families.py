@@ -39,6 +39,7 @@ from .layer_windows import (
     window_of_upper_layers,
 )
 from .lfm2_families import LFM2_FAMILIES
+from .qwen35_families import QWEN35_FAMILIES
 
 SOFT_CAP_KEYS = ("attn_logit_softcapping", "final_logit_softcapping")
 """The keys of the soft caps of scores and of logits, in config.json and in GGUF files."""
@@ -213,6 +214,7 @@ FAMILIES: dict[str, Family] = {
         gguf_window_period=4,
     ),
     **GRANITE_FAMILIES,
+    **QWEN35_FAMILIES,
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": dataclasses.replace(
         _GLM,

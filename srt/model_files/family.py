@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from .delta_net_config import DeltaNetConfig
 from .experts_config import QWEN_NAMES, ClampedGate, ExpertNames, ReadExperts
 from .layer_windows import SlidingWindows
 from .settings import Settings
@@ -16,6 +17,9 @@ MAX_LAYERS = 10_000
 QKNormKind: TypeAlias = Literal["heads", "rows", "rotated_heads"]
 """What a norm of queries and keys normalises: each head, or all query heads of a token together, and all key heads.
 rotated_heads: each head, after its rotation. The other norms come before it."""
+AttentionGates: TypeAlias = Literal["heads", "components"]
+"""What of the output of attention has a gate of its own: each head, or each component of a head. The gates of the
+components of a head follow its queries in a checkpoint."""
 
 
 class LayerNames(NamedTuple):
@@ -57,6 +61,8 @@ class Family:
     """whether attention is latent attention"""
     convolutions: Callable[[Settings, int], ShortConvolutions | None] | None = None
     """reads the short convolutions that some layers have in place of attention; None: no layer has one"""
+    delta_net: Callable[[Settings, int], DeltaNetConfig | None] | None = None
+    """reads the Gated DeltaNet that some layers have in place of attention; None: no layer has one"""
     with_llama_keys: Callable[[Settings], Settings] | None = None
     """returns the settings of config.json under the keys that Llama's has; None: config.json has these keys"""
     layer_names: LayerNames = LLAMA_NAMES
@@ -124,8 +130,10 @@ class Family:
     """`ModelConfig.output_norms`"""
     output_norms_key: str | None = None
     """the key of config.json that says whether the model has these norms; None: `output_norms` does"""
-    head_gates_key: str | None = None
-    """the key of config.json that says whether attention has `ModelConfig.head_gates`; None: it has none"""
+    attention_gates: AttentionGates | None = None
+    """`ModelConfig.attention_gates`"""
+    attention_gates_key: str | None = None
+    """the key of config.json that says whether attention has these gates; None: `attention_gates` does"""
     output_norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     """their names in a checkpoint: of attention, and of the feed-forward layer"""
     norm_offset: float = 0.0
@@ -142,7 +150,9 @@ class Family:
     """reads the mixture of experts; None: all feed-forward layers are dense"""
     expert_names: ExpertNames = QWEN_NAMES
     stacked_experts: bool = False
-    """whether a checkpoint has one tensor for the matrices of all experts of a layer"""
+    """whether a checkpoint has one tensor for the matrices of all experts of a layer, as GPT-OSS has"""
+    joined_experts: bool = False
+    """whether it may have one, in which the rows of gate come before those of up"""
     gguf_gate: ClampedGate | None = None
     """the activation of experts with biases, for which GGUF files have no key; None: as in `gguf_experts`"""
     gguf_normalized: bool = True

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .families import FAMILIES, SOFT_CAP_KEYS, not_in_families
-from .family import MAX_LAYERS, Family
+from .family import MAX_LAYERS, AttentionGates, Family
 from .generation_defaults import HF_KEYS, read_generation_defaults
 from .latent_config import latent_from_hf, latent_scale
 from .model_config import Activation, ModelConfig, UngatedActivation, activations_of
@@ -74,6 +74,7 @@ def config_from_hf(
         head_dim=head_dim if latent is None else latent.key_dim,
         latent=latent,
         convolutions=None if family.convolutions is None else family.convolutions(config, num_layers),
+        delta_net=None if family.delta_net is None else family.delta_net(config, num_layers),
         vocab_size=config.integer("vocab_size"),
         context_len=max(context_len, rope.context_len),
         sliding_windows=windows,
@@ -90,7 +91,7 @@ def config_from_hf(
         logits_soft_cap=logits_soft_cap,
         input_norms=family.input_norms,
         output_norms=family.output_norms if family.output_norms_key is None else config.flag(family.output_norms_key),
-        head_gates=family.head_gates_key is not None and config.flag(family.head_gates_key),
+        attention_gates=_attention_gates(config, family),
         norm_offset=family.norm_offset,
         tie_word_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
         qkv_bias=_has_bias(config, family.qkv_bias),
@@ -166,6 +167,11 @@ def _multipliers(config: Settings, family: Family, head_dim: int, dtype: str | N
 
 def _num_extra_layers(config: Settings) -> int:
     return config.integer("num_nextn_predict_layers", minimum=0, maximum=MAX_LAYERS)
+
+
+def _attention_gates(config: Settings, family: Family) -> AttentionGates | None:
+    key = family.attention_gates_key
+    return family.attention_gates if key is None or config.flag(key) else None
 
 
 def _has_bias(config: Settings, of_family: bool | str) -> bool:

@@ -128,7 +128,8 @@ _LFM3 = dataclasses.replace(
     with_llama_keys=_of_lfm3,
     output_norms_key="use_sandwich_norm",
     output_norm_names=("post_operator_norm", "post_ffn_norm"),
-    head_gates_key="use_attention_gate",
+    attention_gates="heads",
+    attention_gates_key="use_attention_gate",
     adapted_names={"g_proj": "gate_proj"},
     defaults={
         "num_key_value_heads": 4,

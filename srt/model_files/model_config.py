@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from ..errors import ModelNotSupported
+from .delta_net_config import DeltaNetConfig
 from .experts_config import ExpertsConfig
 from .families import FAMILIES, not_in_families
-from .family import Family, QKNormKind
+from .family import AttentionGates, Family, QKNormKind
 from .generation_defaults import GenerationDefaults
 from .latent_config import LatentConfig
 from .layer_windows import SlidingWindows
@@ -63,7 +64,9 @@ class ModelConfig:
     latent: LatentConfig | None = None
     """Latent attention. Then a token has one key for all heads: num_kv_heads is 1, and head_dim is `latent.key_dim`."""
     convolutions: ShortConvolutions | None = None
-    """of the layers without attention; None: all layers have attention"""
+    """of the layers with convolutions in place of attention; None: there are none"""
+    delta_net: DeltaNetConfig | None = None
+    """of the layers with a Gated DeltaNet in place of attention, which is recurrent; None: there are none"""
     sliding_windows: SlidingWindows = ()
     """An empty tuple is replaced by one None per layer."""
     rms_norm_eps: float = 1e-6
@@ -87,8 +90,8 @@ class ModelConfig:
     """whether the residual is normalised before attention and feed-forward layers"""
     output_norms: bool = False
     """whether the outputs of attention and feed-forward layers are normalised before they are added to the residual"""
-    head_gates: bool = False
-    """whether the output of each head is multiplied by the sigmoid of a linear function of the layer's input"""
+    attention_gates: AttentionGates | None = None
+    """what of the output of attention is multiplied by sigmoids of linear functions of the layer's input"""
     norm_offset: float = 0.0
     """what is added to each weight of a norm that a checkpoint has"""
     tie_word_embeddings: bool = False
@@ -209,14 +212,28 @@ class ModelConfig:
         return self.head_dim if self.latent_dim is None else self.latent_dim
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has attention. If not, it has a short convolution."""
-        return self.convolutions is None or layer not in self.convolutions.layers
+        """Whether a layer has attention. If not, it has a short convolution or a Gated DeltaNet."""
+        return layer not in self._layers_without_attention
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that have attention."""
-        without = () if self.convolutions is None else self.convolutions.layers
-        return tuple(sorted(set(range(self.num_layers)).difference(without)))
+        return tuple(sorted(set(range(self.num_layers)).difference(self._layers_without_attention)))
+
+    @property
+    def _layers_without_attention(self) -> tuple[int, ...]:
+        mixers = self.convolutions or self.delta_net
+        return () if mixers is None else mixers.layers
+
+    @property
+    def num_attention_gates(self) -> int:
+        """How many gates the output of a layer's attention has."""
+        match self.attention_gates:
+            case "heads":
+                return self.num_heads
+            case "components":
+                return self.num_heads * self.head_dim
+        return 0
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the feed-forward layer is a mixture of experts."""

@@ -19,7 +19,13 @@ class SchedulerSettings:
 
     TITLE: ClassVar[str] = "The scheduler"
 
-    max_running_requests: Annotated[int, Setting("Maximum number of running requests")] = 256
+    max_running_requests: Annotated[
+        int | None,
+        Setting(
+            "Maximum number of running requests; default: 256, or fewer if the states of recurrent layers would take "
+            "more than 2 GiB on a CPU, or 8 GiB on a GPU"
+        ),
+    ] = None
     max_queued_requests: Annotated[
         int,
         Setting(

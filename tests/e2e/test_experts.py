@@ -30,6 +30,7 @@ NEW_TOKENS = 12
         "dots1",
         "ernie4_5_moe",
         "lfm2_moe",
+        "qwen3_5_moe",
     ],
 )
 def test_greedy_tokens_of_requests_at_the_same_time(name: str, tmp_path: Path) -> None:

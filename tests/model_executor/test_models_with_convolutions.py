@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "architecture": "Lfm3ForCausalLM",
         "sliding_windows": (None, 70, None, None),
         "convolutions": CONVOLUTIONS._replace(has_bias=True),
-        "head_gates": True,
+        "attention_gates": "heads",
         "output_norms": True,
     },
 }

@@ -52,7 +52,7 @@ class Rank:
         pool = TokenToKVPool(64, 1, *sizes, torch.float32, CPU, convolutions=stored)
         self.attention = create_attention_backend(backend, family.attention(own), pool)
         layers = layers_for(backend, torch.float32, quantized=quantization is not None)
-        self.model = family.build(own, parameters, self.attention, layers, config.context_len)
+        self.model = family.build(own, parameters, self.attention, layers, config.context_len, ())
         assert isinstance(self.model, Decoder)
 
 
@@ -191,6 +191,7 @@ def test_a_checkpoint_in_two_shards(stored: Callable[[str], ModelConfig], name: 
         "hunyuan_v1_dense",
         "lfm2_bias",
         "lfm3_plain",
+        "qwen3_5_attention",
         "granitemoehybrid",
     ],
 )
@@ -205,6 +206,11 @@ def test_biases_norms_and_windows_in_two_shards(tmp_path: Path, name: str) -> No
 def test_latent_attention_is_not_divided(stored: Callable[[str], ModelConfig]) -> None:
     with pytest.raises(ValueError, match="2 ranks cannot divide YoutuForCausalLM: its heads share their keys"):
         rank_config(stored("youtu"), Shard(0, 2))
+
+
+def test_recurrent_layers_are_not_divided(stored: Callable[[str], ModelConfig]) -> None:
+    with pytest.raises(ValueError, match="2 ranks cannot divide Qwen3_5ForCausalLM: it has recurrent layers"):
+        rank_config(stored("qwen3_5"), Shard(0, 2))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -31,7 +31,7 @@ KINDS = [
     "glm", "glm4", "seed_oss", "ernie4_5", "exaone4", "olmoe", "granitemoe", "qwen2_moe",
     "granitemoeshared", "glm4_moe", "dots1", "ernie4_5_moe", "arcee", "ministral3", "ministral3_images",
     "hunyuan_v1_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "lfm2_bias", "lfm2_moe",
-    "lfm3", "granitemoehybrid",
+    "lfm3", "granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_attention",
 ]  # fmt: skip
 
 

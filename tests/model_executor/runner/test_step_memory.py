@@ -26,8 +26,15 @@ from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load, step_memory
-from tercet.model_executor.runner.step_memory import activation_bytes, bytes_in_steps, gather_bytes, saved_split_bytes
+from tercet.model_executor.runner.step_memory import (
+    activation_bytes,
+    bytes_in_steps,
+    gather_bytes,
+    recurrence_bytes,
+    saved_split_bytes,
+)
 from tercet.model_executor.runner.warmup import warmup_steps
+from tercet.srt.model_files.delta_net_config import DeltaNetConfig
 from tercet.srt.model_files.experts_config import ClampedGate, ExpertsConfig, SharedExpert
 from tercet.srt.model_files.latent_config import LatentConfig
 from tercet.srt.model_files.short_convolutions import ShortConvolutions
@@ -60,6 +67,14 @@ def with_convolutions(**sizes):
     }  # fmt: skip
 
 
+def with_delta_net(**sizes):
+    delta_net = DeltaNetConfig((0, 2), 4, 8, 32, 32, 4)
+    return sizes | {
+        "architecture": "Qwen3_5ForCausalLM", "num_layers": 4, "sliding_windows": (), "delta_net": delta_net,
+        "attention_gates": "components",
+    }  # fmt: skip
+
+
 OLMO = {"input_norms": False, "output_norms": True, "qk_norm": "rows"}
 SHAPES = {
     "usual": {},
@@ -82,7 +97,10 @@ SHAPES = {
     "short latents": with_latent(LatentConfig(32, 224, 32, 256), 8),
     "convolutions": with_convolutions(),
     "wide convolutions": with_convolutions(hidden_size=1024, num_heads=4, intermediate_size=64),
-    "gates of heads": with_convolutions(num_heads=32, num_kv_heads=8) | {"head_gates": True, "output_norms": True},
+    "gates of heads": with_convolutions(num_heads=32, num_kv_heads=8)
+    | {"attention_gates": "heads", "output_norms": True},
+    "recurrent": with_delta_net(),
+    "gates of components": with_delta_net(num_heads=32, num_kv_heads=8),
     "gemma": GEMMA,
     "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
     "olmo": OLMO,
@@ -114,6 +132,8 @@ def measured_and_kept(runner, step, *, quantized, lora=None):
         widened=runner.settings.widens_activations,
         lora=lora,
     )
+    if runner.config.delta_net is not None and not runner.model.compiled:
+        kept += recurrence_bytes(runner.config.delta_net, rows=len(step.rows))
     return measured, kept + runner.sampler.max_choice_bytes(ROWS)
 
 

@@ -182,6 +182,13 @@ EXPERTS = {
         normalized=True,
         shared=SharedExpert(64, has_gate=False),
     ),
+    "qwen3_5_moe": ExpertsConfig(
+        num_experts=8,
+        num_experts_per_token=3,
+        intermediate_size=32,
+        normalized=True,
+        shared=SharedExpert(64, has_gate=True),
+    ),
     "lfm2_moe": ExpertsConfig(
         num_experts=8,
         num_experts_per_token=3,
@@ -211,6 +218,7 @@ def test_what_transformers_writes(name, tmp_path):
         "glm4_moe_groups": (32, 32),
         "dots1": (96, 32, 64),
         "lfm2_moe": (96, 32),
+        "qwen3_5_moe": (32, 64),
         "granitemoehybrid": (48,),
         "granitemoehybrid_experts": (96, 64),
         "dots1_window": (64, 64),

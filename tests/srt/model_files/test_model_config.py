@@ -18,7 +18,9 @@ from tercet.srt.model_files.load_config import load_model_config
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, YarnScaling
 
-IN_OTHER_FILES = "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots", "lfm", *LATENT_CONFIGS
+IN_OTHER_FILES = (
+    "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots", "lfm", "qwen3_5", *LATENT_CONFIGS,
+)  # fmt: skip
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -54,10 +56,9 @@ def test_an_old_llama_config(load):
     assert config.architecture == "LlamaForCausalLM" and config.model_type == "llama"
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
     assert config.rope.theta == 10000.0 and config.rope.scaling is None
-    assert config.sliding_windows == (None, None, None)
+    assert config.sliding_windows == (None, None, None) and config.load_format == "safetensors"
     assert config.dtype == "bfloat16" and config.bos_token_id == 1 and config.eos_token_ids == (2,)
     assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
-    assert config.load_format == "safetensors"
     # Llama 1 says neither of these
     bare = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "torch_dtype")}
     assert load(bare).num_kv_heads == 4 and load(bare).dtype is None
@@ -87,8 +88,7 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.qk_norm == norms.get(source.model_type)
     has_bias = getattr(source, "qkv_bias", getattr(source, "attention_bias", False))
     assert config.qkv_bias == (source.model_type == "qwen2" or has_bias)
-    bias_of_output = "attention_out_bias" if source.model_type == "seed_oss" else "attention_bias"
-    assert config.o_bias == getattr(source, bias_of_output, False)
+    assert config.o_bias == getattr(source, f"attention_{'out_' if source.model_type == 'seed_oss' else ''}bias", False)
     some = {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5), "smollm3_window": (5, None, 5)}
     some |= {"gpt_oss": (6, None, 6), "qwen2_moe": (5, None, 5)}
     seven = (7, 7, 7)

@@ -56,7 +56,7 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
     assert config.tie_word_embeddings == source.tie_word_embeddings
     windows = [getattr(source, "sliding_window", 0) if kind == "sliding_attention" else None for kind in kinds]
     assert config.sliding_windows == tuple(windows)
-    assert config.head_gates == getattr(source, "use_attention_gate", False)
+    assert (config.attention_gates == "heads") == getattr(source, "use_attention_gate", False)
     assert config.output_norms == getattr(source, "use_sandwich_norm", False)
     assert (config.rope.theta, config.bos_token_id, config.eos_token_ids) == (1e6, 1, (2,))
 
@@ -134,7 +134,7 @@ def test_defaults_of_lfm3_are_those_of_transformers(tmp_path: Path) -> None:
     assert config.attention_layers == tuple(layer for layer, kind in enumerate(kinds) if kind != "conv")
     assert config.sliding_windows == tuple(256 if kind == "sliding_attention" else None for kind in kinds)
     assert config.convolutions is not None and config.convolutions.width == theirs.conv_L_cache == 7
-    assert config.head_gates and config.output_norms and config.tie_word_embeddings
+    assert config.attention_gates and config.output_norms and config.tie_word_embeddings
     assert (config.bos_token_id, config.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
     assert config.ropes[2] == RopeConfig(1e6, ProportionalScaling(4, 1.0)) and config.ropes[4] == RopeConfig(1e4)
 
