@@ -15,6 +15,7 @@ from tercet.model_executor.kernels import skinny_linear as skinny_module
 from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
 from tercet.model_executor.kernels.decode_start import decode_start
+from tercet.model_executor.kernels.delta_net import Recurrence, delta_net
 from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.rmsnorm import add_rmsnorm, qk_rmsnorm, rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
@@ -131,6 +132,17 @@ def convolve(
     )  # fmt: skip
 
 
+def recur(heads: int, dim: int = 128, dtype: torch.dtype = BF16, *, decode: bool = False) -> None:
+    num_tokens, key_heads = BATCH if decode else TOKENS, 16
+    channels = (2 * key_heads + heads) * dim
+    weights = Recurrence(meta(4, channels, dtype=F32), *(meta(n, dtype=F32) for n in (heads, heads, dim)))
+    delta_net(
+        meta(num_tokens, channels + heads * dim + 2 * heads, dtype=dtype), weights, 1e-6, key_heads,
+        meta(BATCH + 1, 3, channels, dtype=dtype), meta(BATCH + 1, heads, dim, dim, dtype=F32), meta(num_tokens),
+        meta(BATCH), None if decode else meta(BATCH + 1),
+    )  # fmt: skip
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "split_map": lambda: split_map(meta(BATCH), meta(BATCH), 256, CONTEXT),
     "split_map-mixed": lambda: split_map(meta(512), meta(512), 256, CONTEXT, meta(513)),
@@ -163,6 +175,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "convolution-2048": lambda: convolve(2048),
     "convolution-2048-decode": lambda: convolve(2048, decode=True),
     "convolution-1536-fp32-bias": lambda: convolve(1536, F32, width=5, bias=True),
+    "delta_net-32x128": lambda: recur(32),
+    "delta_net-16x128-decode": lambda: recur(16, decode=True),
+    "delta_net-48x256-fp32": lambda: recur(48, 256, F32),
     "decode_start-4096x128": lambda: start(4096, 128),
     "decode_start-576x64-fp32": lambda: start(576, 64, F32),
     "decode_start-16384x256": lambda: start(16384, 256),
@@ -190,7 +205,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     call: partial(launches_of, call)
     for call in (
         "split_map", "store-8x128-fp8", "rotary-16x8x128-norm-store", "rmsnorm-4096-fused", "silu-14336",
-        "gelu-10240", "add_rmsnorm-4096", "qk_rmsnorm-5120-1024", "convolution-2048",
+        "gelu-10240", "add_rmsnorm-4096", "qk_rmsnorm-5120-1024", "convolution-2048", "delta_net-32x128",
         "decode_start-4096x128", "argmax-151936", "token_logprobs-151936", "skinny-2048x8192-gated", "sample-128256",
     )
 }  # fmt: skip
@@ -200,7 +215,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
 _READ_MUCH = {
     "_store_kv_kernel", "_rotary_kernel", "_rmsnorm_kernel", "_add_rmsnorm_kernel", "_qk_rmsnorm_kernel",
     "_act_and_mul_kernel", "_argmax_chunk_kernel", "_chunk_kernel", "_edit_kernel", "_weigh_kernel",
-    "_short_convolution_kernel",
+    "_short_convolution_kernel", "_delta_net_inputs_kernel", "_delta_net_outputs_kernel",
 }  # fmt: skip
 """Kernels that take as long as their reading of activations or logits."""
 

@@ -7,6 +7,7 @@
 #include "experts_ops.h"
 #include "gated_ops.h"
 #include "convolution_ops.h"
+#include "delta_net_ops.h"
 #include "head_gates.h"
 #include "latent_ops.h"
 #include "layer_ops.h"
@@ -102,6 +103,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "short_convolution(Tensor projected, Tensor weight, Tensor? bias, Tensor positions, Tensor slots, "
       "Tensor slot_table, Tensor rows, Tensor? starts, Tensor(a!) stored) -> Tensor",
       &short_convolution_op);
+  m.def(
+      "delta_net(Tensor projected, Tensor convolution, Tensor decay_rate, Tensor decay_bias, Tensor norm, float eps, "
+      "int num_key_heads, Tensor positions, Tensor rows, Tensor? starts, Tensor(a!) recent, Tensor(b!) states) -> Tensor",
+      &delta_net_op);
   m.def("gate_heads(Tensor(a!) x, Tensor gates) -> ()", &gate_heads_op);
   m.def("head_linear(Tensor x, Tensor packed, int n, int room=0) -> Tensor", &head_linear_op);
   m.def(

@@ -24,7 +24,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _request_of(token, starts_ptr, batch):
+def request_of(token, starts_ptr, batch):
     """The request of a token of the step: the last one whose first token is not after it."""
     low = token * 0
     high = batch.to(tl.int64) - 1
@@ -83,7 +83,7 @@ def _short_convolution_kernel(
     mask = i < CHANNELS
     dtype: tl.constexpr = stored_ptr.dtype.element_ty
     if HAS_STARTS:
-        request = _request_of(token, starts_ptr, batch)
+        request = request_of(token, starts_ptr, batch)
         num_before = token - tl.load(starts_ptr + request)
     else:
         request = token

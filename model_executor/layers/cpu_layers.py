@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...srt.machine.huge_pages import zeroed
+from ...srt.model_files.delta_net_config import DeltaNetConfig
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation
@@ -15,11 +16,14 @@ from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
+from ..row_states import LayerStates
 from .activation import SquaredReLU
 from .attention import QKNorm
 from .cpu_convolution import CpuShortConvolution
+from .cpu_delta_net import CpuDeltaNet
 from .cpu_latent import CpuLatentAttention
 from .cpu_lora import CpuLoraGatedLinear, FusedGates
+from .delta_net import DeltaNetWeights
 from .embedding import Embedding, ScaledEmbedding
 from .experts import Expert, ExpertWeights, RouterWeights, WithSharedExpert
 from .head_gates import HeadGates
@@ -290,6 +294,11 @@ class CpuLayers(TorchLayers):
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return CpuShortConvolution(stored, weights)
+
+    def delta_net(
+        self, sizes: DeltaNetConfig, states: LayerStates, weights: DeltaNetWeights, eps: float
+    ) -> AttentionLayer:
+        return CpuDeltaNet(sizes, states, weights, eps)
 
     def squared_relu(self, linear: Layer) -> Layer:
         return SquaredReLU(linear, _ops.square_relu)

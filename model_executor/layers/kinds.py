@@ -246,7 +246,7 @@ class TorchLayers:
 def is_compiled(layers: LayerKinds, config: ModelConfig) -> bool:
     """Whether all layers of a model are compiled CPU operations, so that its steps can be recorded on a CPU."""
     has_only_linears = config.experts is None and config.latent is None
-    return config.delta_net is None and layers.compiled and (layers.fully_compiled or has_only_linears)
+    return layers.compiled and (layers.fully_compiled or has_only_linears)
 
 
 def layers_for(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...srt.model_files.delta_net_config import DeltaNetConfig
 from ...srt.model_files.experts_config import ExpertsConfig
 from ...srt.model_files.latent_config import LatentConfig
 from ...srt.model_files.model_config import Activation
@@ -16,12 +17,15 @@ from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from ..kernels.activation import act_and_mul
 from ..kernels.decode_start import decode_start
+from ..kernels.delta_net import Recurrence, delta_net
 from ..kernels.experts import expert_weight_tables, experts_forward
 from ..kernels.rmsnorm import add_rmsnorm, qk_rmsnorm, rmsnorm
 from ..kernels.rotary import rotary
 from ..kernels.short_convolution import short_convolution
+from ..row_states import LayerStates
 from .attention import QKNorm
 from .decode_start import DecodeStart, StartDecode
+from .delta_net import DeltaNet, DeltaNetWeights
 from .embedding import Embedding, ScaledEmbedding
 from .experts import ExpertWeights, RouterWeights
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
@@ -140,6 +144,17 @@ class TritonShortConvolution(ShortConvolution):
         )  # fmt: skip
 
 
+class TritonDeltaNet(DeltaNet):
+    """`DeltaNet` in three kernels. A token has the same bits in any batch and chunk."""
+
+    def __call__(self, projected: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
+        weights = Recurrence(self._convolution, self._decay_rate, self._decay_bias, self._norm)
+        return delta_net(
+            projected, weights, self._eps, self._sizes.num_key_heads, self._states.recent, self._states.matrices,
+            batch.positions, batch.rows, batch.extend_start_loc,
+        )  # fmt: skip
+
+
 class TritonExperts:
     """A mixture of experts whose launches depend on shapes only, so that a graph may record them."""
 
@@ -191,6 +206,11 @@ class TritonLayers(TorchLayers):
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return TritonShortConvolution(stored, weights)
+
+    def delta_net(
+        self, sizes: DeltaNetConfig, states: LayerStates, weights: DeltaNetWeights, eps: float
+    ) -> AttentionLayer:
+        return TritonDeltaNet(sizes, states, weights, eps)
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else super().linear(weight, bias)

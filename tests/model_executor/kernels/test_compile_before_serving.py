@@ -23,6 +23,7 @@ from tercet.model_executor.layers.lora_layers import LoraSize
 from tercet.model_executor.runner.warmup import LONG_TOKENS, _prefill
 from tercet.model_executor.step import TokenMasks, num_mask_words
 from tercet.srt.logprobs import LogprobOptions
+from tercet.srt.model_files.delta_net_config import DeltaNetConfig
 from tercet.srt.model_files.experts_config import ExpertsConfig
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.short_convolutions import ShortConvolutions
@@ -179,5 +180,16 @@ def test_no_step_with_convolutions_waits_for_the_compiler(monkeypatch: pytest.Mo
     changes = {"architecture": "Lfm2ForCausalLM", "sliding_windows": (), "convolutions": convolutions}
     launches, before = launches_of(dataclasses.replace(TWO_KINDS_OF_LAYER, **changes))
     served = [launch for launch in launches[before:] if launch.kernel.fn.__name__ == "_short_convolution_kernel"]
+    assert {launch.kwargs["HAS_STARTS"] for launch in served} == {True, False}
+    assert_nothing_waits(launches, before)
+
+
+def test_no_step_with_states_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    changes = {"architecture": "Qwen3_5ForCausalLM", "sliding_windows": (), "attention_gates": "components"}
+    delta_net = DeltaNetConfig((0,), 2, 4, 16, 16, 4)
+    launches, before = launches_of(dataclasses.replace(TWO_KINDS_OF_LAYER, delta_net=delta_net, **changes))
+    served = [launch for launch in launches[before:] if launch.kernel.fn.__name__ == "_delta_net_recurrence_kernel"]
     assert {launch.kwargs["HAS_STARTS"] for launch in served} == {True, False}
     assert_nothing_waits(launches, before)
