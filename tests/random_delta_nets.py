@@ -22,6 +22,28 @@ OF_DELTA_NETS = {
         ),
         some(num_experts_per_tok=[1, 4], attention_bias=[True]),
     ),
+    "qwen3_next": st.builds(
+        dict.__or__,
+        fixed(
+            num_hidden_layers=[2],
+            head_dim=[8, 16],
+            layer_types=[["linear_attention", "full_attention"]],
+            linear_num_key_heads=[1, 2],
+            linear_num_value_heads=[2, 4],
+            linear_key_head_dim=[8, 12],
+            linear_value_head_dim=[8, 20],
+            num_experts=[8, 11],
+            moe_intermediate_size=[8, 48],
+            shared_expert_intermediate_size=[16, 80],
+        ),
+        some(
+            num_experts_per_tok=[1, 4],
+            attention_bias=[True],
+            norm_topk_prob=[False, True],
+            decoder_sparse_step=[1, 2],
+            mlp_only_layers=[None, [], [0]],
+        ),
+    ),
     "qwen3_5_text": st.builds(
         dict.__or__,
         fixed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 BASE = {
     "vocab_size": 131,
@@ -38,6 +38,15 @@ DELTA_NET_CONFIGS = {
         num_experts_per_tok=3,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=64,
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **BASE | {"num_hidden_layers": 3, "linear_value_head_dim": 16},
+        layer_types=[_DELTA_NET, _ATTENTION, _DELTA_NET],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1],
     ),
     "qwen3_5_attention": lambda: Qwen3_5TextConfig(
         **BASE | {"num_hidden_layers": 2}, layer_types=[_ATTENTION] * 2, full_attention_interval=1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from ...srt.model_files.delta_net_config import DeltaNetConfig
@@ -14,12 +15,31 @@ FLOAT32_ENDINGS = (".delta_net.decay_log", ".delta_net.decay_bias")
 
 def delta_net_linears(sizes: DeltaNetConfig, hidden: int) -> dict[str, LinearParts]:
     """The linear layers around a Gated DeltaNet, by the names of those around attention."""
-    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    parts = tuple(Part(_PREFIX + name, (size,)) for name, size in zip(names, sizes.projected_sizes, strict=True))
+    parts = _parts_by_head(sizes) if sizes.stored_by_head else _parts(sizes)
     return {
         "qkv_proj": LinearParts(parts, hidden, False, Split.COLUMNS),
         "o_proj": LinearParts((Part(f"{_PREFIX}out_proj", (hidden,)),), sizes.value_size, False, Split.ROWS),
     }
+
+
+def _parts(sizes: DeltaNetConfig) -> tuple[Part, ...]:
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    return tuple(Part(_PREFIX + name, (size,)) for name, size in zip(names, sizes.projected_sizes, strict=True))
+
+
+def _parts_by_head(sizes: DeltaNetConfig) -> tuple[Part, ...]:
+    """The same from tensors that have the rows of one key head, with its value heads, after those of another."""
+    heads, group = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
+    tensors = {
+        "in_proj_qkvz": (sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim),
+        "in_proj_ba": (group, group),
+    }
+    parts: list[Part] = []
+    for name, of_head in tensors.items():
+        for size, first in zip(of_head, itertools.accumulate(of_head, initial=0), strict=False):
+            order = tuple(range(first, first + size))
+            parts.append(Part(_PREFIX + name, (heads * size,), head_order=order, head_rows=sum(of_head)))
+    return tuple(parts)
 
 
 def delta_net(sizes: DeltaNetConfig, layer: int, source: str) -> Iterator[Parameter]:

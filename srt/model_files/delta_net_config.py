@@ -31,6 +31,9 @@ class DeltaNetConfig(NamedTuple):
     """components of a head's value"""
     width: int
     """how many tokens the convolution covers, the newest included; at least 2"""
+    stored_by_head: bool = False
+    """Whether a checkpoint has two tensors for the first linear layer, whose rows are sorted by key head (Qwen3-Next).
+    If not, each part has a tensor (Qwen 3.5)."""
 
     @property
     def channels(self) -> int:
@@ -58,7 +61,7 @@ class DeltaNetConfig(NamedTuple):
         return self.num_value_heads, self.key_dim, self.value_dim
 
 
-def delta_net_from_hf(config: Settings, num_layers: int) -> DeltaNetConfig | None:
+def delta_net_from_hf(config: Settings, num_layers: int, *, stored_by_head: bool = False) -> DeltaNetConfig | None:
     """Read config.json. None: all layers have attention. Raises ValueError that names a key that is out of range."""
     kinds = config.texts("layer_types")
     if kinds is None:
@@ -79,4 +82,5 @@ def delta_net_from_hf(config: Settings, num_layers: int) -> DeltaNetConfig | Non
         config.integer("linear_key_head_dim", 128, maximum=MAX_DIM),
         config.integer("linear_value_head_dim", 128, maximum=MAX_DIM),
         config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_WIDTH),
+        stored_by_head,
     )

@@ -1,11 +1,13 @@
-"""The families of Qwen 3.5: Gated DeltaNets (arXiv 2412.06464), and gated attention in each fourth layer."""
+"""The families of Qwen3-Next and Qwen 3.5: Gated DeltaNets (arXiv 2412.06464), and gated attention in each fourth
+layer."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from .delta_net_config import delta_net_from_hf
-from .experts_config import ExpertsConfig, SharedExpert
+from .experts_config import ExpertsConfig, SharedExpert, qwen2_experts
 from .family import Family
 from .layer_windows import no_window
 from .settings import Settings
@@ -63,12 +65,32 @@ _QWEN35_MOE = dataclasses.replace(
     # No layer is dense.
     defaults={"num_key_value_heads": 2, "partial_rotary_factor": 0.25, "intermediate_size": 1},
 )
+
+
+def _qwen3_next_experts(config: Settings, num_layers: int) -> ExpertsConfig | None:
+    absent = {
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+    return qwen2_experts(config.with_defaults(absent), num_layers)
+
+
 QWEN35_FAMILIES = {
     "Qwen3_5ForCausalLM": _QWEN35,
     "Qwen3_5ForConditionalGeneration": dataclasses.replace(
         _QWEN35, model_type="qwen3_5", has_text_config=True, text_model_type="qwen3_5_text"
     ),
     "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
+    "Qwen3NextForCausalLM": dataclasses.replace(
+        _QWEN35,
+        model_type="qwen3_next",
+        delta_net=partial(delta_net_from_hf, stored_by_head=True),
+        experts=_qwen3_next_experts,
+        defaults={"num_key_value_heads": 2, "partial_rotary_factor": 0.25, "intermediate_size": 5632},
+    ),
     "Qwen3_5MoeForConditionalGeneration": dataclasses.replace(
         _QWEN35_MOE, model_type="qwen3_5_moe", has_text_config=True, text_model_type="qwen3_5_moe_text"
     ),

@@ -31,6 +31,7 @@ NEW_TOKENS = 12
         "ernie4_5_moe",
         "lfm2_moe",
         "qwen3_5_moe",
+        "qwen3_next",
     ],
 )
 def test_greedy_tokens_of_requests_at_the_same_time(name: str, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ from tercet.srt.model_files.load_config import load_model_config
         ("lfm2_moe", False),
         ("qwen3_5", False),
         ("qwen3_5_moe", False),
+        ("qwen3_next", False),
         ("qwen3_5_attention", True),
         ("gemma2_scores", False),
         ("gemma2", True),

@@ -32,6 +32,7 @@ KINDS = [
     "granitemoeshared", "glm4_moe", "dots1", "ernie4_5_moe", "arcee", "ministral3", "ministral3_images",
     "hunyuan_v1_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "lfm2_bias", "lfm2_moe",
     "lfm3", "granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_attention",
+    "qwen3_next",
 ]  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def test_what_transformers_writes(name: str, tmp_path: Path) -> None:
         source.linear_value_head_dim,
         source.linear_conv_kernel_dim,
     )
-    assert config.delta_net == (DeltaNetConfig(layers, *sizes) if layers else None)
+    assert config.delta_net == (DeltaNetConfig(layers, *sizes, name == "qwen3_next") if layers else None)
     assert config.attention_layers == tuple(layer for layer in range(config.num_layers) if layer not in layers)
     assert config.num_attention_gates == config.num_heads * config.head_dim
     assert config.norm_offset == 1 and config.qkv_bias == config.o_bias == source.attention_bias

@@ -189,6 +189,14 @@ EXPERTS = {
         normalized=True,
         shared=SharedExpert(64, has_gate=True),
     ),
+    "qwen3_next": ExpertsConfig(
+        num_experts=8,
+        num_experts_per_token=3,
+        intermediate_size=32,
+        normalized=True,
+        dense_layers=(1,),
+        shared=SharedExpert(64, has_gate=True),
+    ),
     "lfm2_moe": ExpertsConfig(
         num_experts=8,
         num_experts_per_token=3,
@@ -219,6 +227,7 @@ def test_what_transformers_writes(name, tmp_path):
         "dots1": (96, 32, 64),
         "lfm2_moe": (96, 32),
         "qwen3_5_moe": (32, 64),
+        "qwen3_next": (96, 32, 64),
         "granitemoehybrid": (48,),
         "granitemoehybrid_experts": (96, 64),
         "dots1_window": (64, 64),

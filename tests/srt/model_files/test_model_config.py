@@ -19,7 +19,8 @@ from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, YarnScaling
 
 IN_OTHER_FILES = (
-    "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots", "lfm", "qwen3_5", *LATENT_CONFIGS,
+    "gemma", "olmo3", "glm", "ernie", "exaone", "ministral3", "hunyuan", "dots", "lfm", "qwen3_5", "qwen3_next",
+    *LATENT_CONFIGS,
 )  # fmt: skip
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,8 +92,7 @@ def test_what_transformers_writes(name, tmp_path):
     assert config.o_bias == getattr(source, f"attention_{'out_' if source.model_type == 'seed_oss' else ''}bias", False)
     some = {"qwen2_upper_window": (None, 9, 9), "qwen3_layer_types": (5, None, 5), "smollm3_window": (5, None, 5)}
     some |= {"gpt_oss": (6, None, 6), "qwen2_moe": (5, None, 5)}
-    seven = (7, 7, 7)
-    expected = {"mistral_window": seven, "mixtral_window": seven, "phi3": (6, 6, 6)} | some
+    expected = {"mistral_window": (7,) * 3, "mixtral_window": (7,) * 3, "phi3": (6,) * 3} | some
     assert config.sliding_windows == expected.get(name, (None,) * config.num_layers)
 
 
