@@ -11,13 +11,14 @@ from runner_driver import RunnerDriver
 from tercet.model_executor.runner.cpu_graph_runner import CpuGraphRunner
 
 
-def assert_every_step_has_the_same_bits(make: Callable[..., RunnerDriver]) -> None:
-    """`make`: makes the driver of a runner with six rows from further settings, always of the same model."""
+def assert_every_step_has_the_same_bits(make: Callable[..., RunnerDriver], *, is_recorded: bool = True) -> None:
+    """`make`: makes the driver of a runner with six rows from further settings, always of the same model.
+    `is_recorded`: whether the model's steps are recorded unless the settings say otherwise."""
     rng = np.random.default_rng(3)
     prompts = {row: rng.integers(0, 301, length) for row, length in enumerate((70, 1, 33, 5, 12), start=1)}
     rows = list(prompts)
     alone = make()
-    assert isinstance(alone.runner._recorded, CpuGraphRunner)
+    assert isinstance(alone.runner._recorded, CpuGraphRunner) == is_recorded
     expected = {}
     for row, ids in prompts.items():
         alone.extend({row: ids[:20]}, new_rows=[alone.add(row)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tiny_convolution_configs import CONVOLUTION_CONFIGS
 from tiny_delta_net_configs import DELTA_NET_CONFIGS
+from tiny_gemma4_configs import GEMMA4_CONFIGS
 from tiny_latent_configs import LATENT_CONFIGS
 from transformers import (
     ArceeConfig,
@@ -394,4 +395,5 @@ CONFIGS = {
     **LATENT_CONFIGS,
     **CONVOLUTION_CONFIGS,
     **DELTA_NET_CONFIGS,
+    **GEMMA4_CONFIGS,
 }

@@ -52,6 +52,8 @@ def initialised(config, seed):
     for key, buffer in model.named_buffers():
         if key.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0, 0.2)
+        elif key.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model.eval()
 
 

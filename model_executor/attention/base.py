@@ -96,6 +96,10 @@ class AttentionBackend(ABC):
         """
         return 0
 
+    def of_layer(self, layer_id: int) -> tuple[AttentionBackend, int]:
+        """The backend that computes a layer, and the number of the layer there."""
+        return self, layer_id
+
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare the plan that all layers of this step share. Must not wait for the device."""

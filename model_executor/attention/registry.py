@@ -7,10 +7,12 @@ from importlib import import_module
 
 import torch
 
+from ...mem_cache.joined_kv_pool import JoinedKVPool
 from ...mem_cache.token_to_kv_pool import TokenToKVPool
 from .. import cpu_extension
-from ..kernels.tuning import INTERPRETER, arch_of, extend_tile, latent_extend_tile
+from ..kernels.tuning import INTERPRETER, MAX_HEAD_DIM, arch_of, extend_tile, latent_extend_tile
 from .base import AttentionBackend, AttentionSpec
+from .joined_backend import JoinedAttentionBackend
 
 _PACKAGE = __package__
 HOPPER = "hopper"
@@ -34,14 +36,16 @@ PAGE_OF_KV_TILES = 64
 """The default page size on GPUs with a paged tile of extend attention: a multiple of its `block_n`."""
 
 
-def resolve_attention_backend(name: str, device: torch.device) -> str:
-    """Turn `auto` into the name of a backend: triton on a GPU; on a CPU, cpu if its operations are built, else torch.
+def resolve_attention_backend(name: str, device: torch.device, head_dim: int = 0) -> str:
+    """Turn `auto` into the name of a backend: on a GPU triton, or torch for heads that are too wide for its kernels.
+
+    On a CPU it is cpu if its operations are built, else torch. `head_dim`: of the widest heads that are not latents.
 
     Raises ValueError for an unknown name and for a backend that cannot run on this device.
     """
     if name == "auto":
         if device.type == "cuda":
-            return "triton"
+            return "triton" if head_dim <= MAX_HEAD_DIM else "torch"
         return "cpu" if cpu_extension.load() else "torch"
     if name not in BACKEND_NAMES:
         raise ValueError(f"attention backend must be auto, {', '.join(BACKEND_NAMES)}, got {name!r}")
@@ -96,6 +100,12 @@ def default_page_size(
 
 def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: TokenToKVPool) -> AttentionBackend:
     """Make the backend called `name`: HOPPER, or a result of `resolve_attention_backend`. `specs`: one per layer."""
+    if isinstance(kv_pool, JoinedKVPool):
+        of_pools: list[list[AttentionSpec]] = [[] for _ in kv_pool.pools]
+        for spec, (pool, _) in zip(specs, kv_pool.places, strict=True):
+            of_pools[pool].append(spec)
+        pairs = zip(of_pools, kv_pool.pools, strict=True)
+        return JoinedAttentionBackend([create_attention_backend(name, own, pool) for own, pool in pairs], kv_pool)
     if name == "triton" and specs[0].latent_dim is not None:
         name = _LATENT
     module, cls = _BACKENDS[name]

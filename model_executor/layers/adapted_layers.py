@@ -95,6 +95,9 @@ class LoraLayers:
     ) -> AttentionLayer:
         return self._layers.latent_attention(layer_id, backend, sizes, layers)
 
+    def shared_attention(self, layer_id: int, backend: AttentionBackend, query_norm: RMSNorm) -> AttentionLayer:
+        return self._layers.shared_attention(layer_id, backend, query_norm)
+
     def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
         return self._layers.gated_heads(attention, num_gates)
 

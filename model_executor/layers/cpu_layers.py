@@ -34,6 +34,7 @@ from .lora_layers import LoraTables
 from .output_head import GreedyHead, GreedyLayer, OutputHead, PlainHead
 from .packing import PackedWeight, Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import CosSin, Rotaries, RotationTable, query_scales
+from .shared_attention import SharedAttention
 from .short_convolution import ConvolutionWeights
 
 _ops = torch.ops.tercet_cpu
@@ -277,7 +278,7 @@ class CpuLayers(TorchLayers):
         return CpuRMSNorm(weight, eps)
 
     def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        return Rotaries([CpuRotary(rope, head_dim, context_len, device) for rope in ropes])
+        return Rotaries([CpuRotary(rope, rope.head_dim or head_dim, context_len, device) for rope in ropes])
 
     def attention(
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
@@ -288,6 +289,9 @@ class CpuLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, _angles)
+
+    def shared_attention(self, layer_id: int, backend: AttentionBackend, query_norm: RMSNorm) -> AttentionLayer:
+        return SharedAttention(layer_id, backend, query_norm, _angles)
 
     def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
         return HeadGates(attention, num_gates, _ops.gate_heads)

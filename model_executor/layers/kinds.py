@@ -33,6 +33,7 @@ from .lora_layers import LoraGatedLinear, LoraTables
 from .output_head import OutputHead, PlainHead
 from .residual import BeforeSum, Layer, NormedLayer, StreamLayer, SummedLayer
 from .rotary import Rotaries, RotaryEmbedding
+from .shared_attention import SharedAttention
 from .short_convolution import ConvolutionWeights, ShortConvolution
 
 
@@ -70,7 +71,7 @@ class LayerKinds(Protocol):
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm: ...
 
     def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        """Make the rotary embeddings for positions below `context_len`."""
+        """Make the rotary embeddings for positions below `context_len`. `head_dim`: the largest of any layer."""
 
     def attention(
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
@@ -82,6 +83,9 @@ class LayerKinds(Protocol):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         """Make latent attention. `layer_id`: as in `attention`. `layers`: made by `norm` and `linear`."""
+
+    def shared_attention(self, layer_id: int, backend: AttentionBackend, query_norm: RMSNorm) -> AttentionLayer:
+        """Make attention to the K and V of another layer, `layer_id`. `query_norm`: of each head, made by `norm`."""
 
     def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
         """Make attention with gates (HeadGates). `attention`: made by `attention`."""
@@ -157,7 +161,7 @@ class TorchLayers:
         return RMSNorm(weight, eps)
 
     def rotary(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        return Rotaries([RotaryEmbedding(rope, head_dim, device) for rope in ropes])
+        return Rotaries([RotaryEmbedding(rope, rope.head_dim or head_dim, device) for rope in ropes])
 
     def attention(
         self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None, sinks: torch.Tensor | None = None
@@ -168,6 +172,9 @@ class TorchLayers:
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, same_angles)
+
+    def shared_attention(self, layer_id: int, backend: AttentionBackend, query_norm: RMSNorm) -> AttentionLayer:
+        return SharedAttention(layer_id, backend, query_norm, same_angles)
 
     def gated_heads(self, attention: AttentionLayer, num_gates: int) -> AttentionLayer:
         return HeadGates(attention, num_gates, gate_heads)
@@ -245,6 +252,8 @@ class TorchLayers:
 
 def is_compiled(layers: LayerKinds, config: ModelConfig) -> bool:
     """Whether all layers of a model are compiled CPU operations, so that its steps can be recorded on a CPU."""
+    if config.gemma4 is not None:  # its layers have parts in plain torch
+        return False
     has_only_linears = config.experts is None and config.latent is None
     return layers.compiled and (layers.fully_compiled or has_only_linears)
 

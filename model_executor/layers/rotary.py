@@ -120,8 +120,10 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, tor
     """The frequencies in radians per position, and the factors of cos and sin, float32 [head_dim / 2] on the CPU each.
 
     Components that are not rotated have a frequency of zero and a factor of 1. `rope`: made by `for_context`.
+    `head_dim`: at least that of `rope`.
     """
-    rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    of_head = rope.head_dim or head_dim
+    rotary_dim = of_head if rope.rotary_dim is None else rope.rotary_dim
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     frequencies, factor = _scaled(1.0 / (rope.theta**exponents), rope, rotary_dim)
     unrotated = (head_dim - rotary_dim) // 2

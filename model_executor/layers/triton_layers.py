@@ -36,6 +36,7 @@ from .layernorm import RMSNorm
 from .linear import GatedLinear
 from .lora_layers import LoraGatedLinear, LoraTables
 from .rotary import CosSin, RotationTable, query_scales
+from .shared_attention import SharedAttention
 from .short_convolution import ConvolutionWeights, ShortConvolution
 
 
@@ -52,7 +53,7 @@ class TritonRMSNorm(RMSNorm):
 class RotaryTable:
     """The table of cosines and sines of all positions, computed once. A step reads its rows in one operation.
 
-    A row has the angles of each rotary embedding of the model.
+    A row has the angles of each rotary embedding of the model, in the width of the largest heads.
     """
 
     def __init__(self, ropes: Sequence[RopeConfig], head_dim: int, context_len: int, device: torch.device) -> None:
@@ -62,6 +63,7 @@ class RotaryTable:
         self.table = table.view(context_len, 2 * len(ropes), head_dim // 2)
         """float32, for each rotary embedding the cosines of each position, then its sines"""
         positions = torch.arange(context_len, device=device)
+        self._halves = [(rope.head_dim or head_dim) // 2 for rope in ropes]
         self._q_scales = [query_scales(rope.query_scale, positions) for rope in ropes]
 
     def cover(self, num_positions: int) -> None:
@@ -73,7 +75,8 @@ class RotaryTable:
 
     def rotations(self, angles: torch.Tensor, positions: torch.Tensor) -> list[CosSin]:
         """The rotations of positions. `angles`: their rows of the table."""
-        columns = angles.unbind(1)
+        halves = [half for half in self._halves for _ in range(2)]
+        columns = [column[:, :half] for column, half in zip(angles.unbind(1), halves, strict=True)]
         scales = [None if table is None else table.index_select(0, positions) for table in self._q_scales]
         return [CosSin(*each) for each in zip(columns[::2], columns[1::2], scales, strict=True)]
 
@@ -203,6 +206,9 @@ class TritonLayers(TorchLayers):
         self, layer_id: int, backend: AttentionBackend, sizes: LatentConfig, layers: LatentLayers
     ) -> AttentionLayer:
         return LatentAttention(layer_id, backend, sizes, layers, angles_of_halves)
+
+    def shared_attention(self, layer_id: int, backend: AttentionBackend, query_norm: RMSNorm) -> AttentionLayer:
+        return SharedAttention(layer_id, backend, query_norm, angles_of_halves)
 
     def convolution(self, stored: torch.Tensor, weights: ConvolutionWeights) -> AttentionLayer:
         return TritonShortConvolution(stored, weights)

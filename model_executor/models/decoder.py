@@ -36,6 +36,7 @@ from ..row_states import LayerStates
 from .convolution_parameters import convolution_bias_name, convolution_name
 from .delta_net_parameters import delta_net_names
 from .family import ModelFamily, Parameters
+from .gemma4 import gemma4_attention, layer_end, layer_inputs
 from .latent_parameters import kv_b_name
 from .parameters import (
     bias_name,
@@ -116,6 +117,7 @@ class DecoderLayer:
 
         prefix = f"layers.{layer_id}."
         self.input_norm = input_norm
+        self.end = layer_end(config, layer_id, params, layers)
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.rope_index = _distinct_ropes(config).index(config.ropes[layer_id])
         self.mixer = _mixer(config, layer_id, params, backend, states, layers)
@@ -193,6 +195,7 @@ class Decoder:
             DecoderLayer(config, index, params, backend, layers, states, *pair)
             for index, pair in enumerate(pairwise(norms))
         ]
+        self._layer_inputs = layer_inputs(config, params, layers)
         embedding = params["embed_tokens.weight"]
         if config.tie_word_embeddings:
             self.lm_head = layers.head(embedding)
@@ -211,16 +214,20 @@ class Decoder:
     def transform(self, x: torch.Tensor, rotations: Sequence[Any], batch: ForwardBatch) -> Stream:
         residual: torch.Tensor | None = None
         pending: Pending = x
-        for layer in self.layers:
+        inputs = None if self._layer_inputs is None else self._layer_inputs(batch.input_ids, x, batch)
+        for index, layer in enumerate(self.layers):
             mixed, residual = layer.mix(pending, residual, rotations, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:
                 # The pool has what later steps need of all tokens. The rest is needed only for the sampled tokens.
                 mixed = self._select_rows(mixed, batch.logits_indices)
                 residual = self._select_rows(residual, batch.logits_indices)
+                inputs = None if inputs is None else inputs.index_select(0, batch.logits_indices)
                 if not len(residual):
                     return Stream(None, residual)
                 batch = batch.of_sampled()
             pending = layer.feed_forward(mixed, residual, batch)
+            if layer.end is not None:  # the norm of the output has added it to the residual
+                layer.end(residual, None if inputs is None else inputs[:, index], batch)
         return Stream(pending, residual)
 
 
@@ -249,6 +256,8 @@ def _mixer(
         stored = backend.kv_pool.conv_buffer[config.convolutions.layers.index(layer_id)]
         names = convolution_name(layer_id), convolution_bias_name(layer_id)
         return layers.convolution(stored, ConvolutionWeights(params[names[0]], params.get(names[1])))
+    if config.gemma4 is not None:
+        return gemma4_attention(config, layer_id, params, backend, layers)
     index = config.attention_layers.index(layer_id)
     if config.latent is not None:
         parts = _latent_layers(config, layer_id, params, layers)
@@ -282,17 +291,16 @@ def _attention(config: ModelConfig) -> list[AttentionSpec]:
     return [
         AttentionSpec(
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=config.heads(layer).num_kv_heads,
+            head_dim=config.heads(layer).head_dim,
             scale=config.attention_scale,
-            rope=rope,
-            window=window,
+            rope=config.ropes[layer],
+            window=config.sliding_windows[layer],
             soft_cap=config.scores_soft_cap,
             has_sinks=FAMILIES[config.architecture].attention_sinks,
             latent_dim=config.latent_dim,
         )
-        for layer, (window, rope) in enumerate(zip(config.sliding_windows, config.ropes, strict=True))
-        if config.has_attention(layer)
+        for layer in config.kv_layers
     ]
 
 

@@ -61,4 +61,4 @@ def delta_net(sizes: DeltaNetConfig, layer: int, source: str) -> Iterator[Parame
 def delta_net_names(layer: int) -> tuple[str, str, str, str]:
     """The names of the weights of a layer: the fields of DeltaNetWeights."""
     prefix = f"layers.{layer}.delta_net."
-    return f"{prefix}convolution", f"{prefix}decay_log", f"{prefix}decay_bias", f"{prefix}norm"
+    return f"{prefix}convolution", f"{prefix}decay_log", f"{prefix}decay_bias", f"{prefix}norm.weight"

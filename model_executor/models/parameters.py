@@ -18,6 +18,7 @@ from ...srt.model_files.family import Family
 from ...srt.model_files.model_config import ModelConfig
 from .convolution_parameters import convolution, convolution_linears
 from .delta_net_parameters import FLOAT32_ENDINGS, delta_net, delta_net_linears
+from .gemma4 import attention_parts, config_of_layer, end_parameters, input_parameters
 from .latent_parameters import kv_b_proj, latent_linears, latent_norms
 from .parameter import LinearParts, Parameter, Part, Shard, Split, half_split_order, stacked
 
@@ -61,6 +62,8 @@ def check_shard(config: ModelConfig, shard: Shard) -> None:
         raise ValueError(f"{shard.size} ranks cannot divide {config.architecture}: its heads share their keys")
     if shard.size > 1 and config.delta_net is not None:
         raise ValueError(f"{shard.size} ranks cannot divide {config.architecture}: it has recurrent layers")
+    if shard.size > 1 and config.gemma4 is not None:
+        raise ValueError(f"{shard.size} ranks cannot divide {config.architecture}: its layers differ in their heads")
     divided = [(name, getattr(config, name)) for name in ("num_heads", "num_kv_heads")]
     if config.convolutions is not None:
         divided.append(("channels", config.convolutions.channels))
@@ -102,8 +105,16 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     """The parameters of the model that `config` describes, under the names that `Decoder` uses."""
     hidden, of_layers = config.hidden_size, _LayerParts.of(config)
     parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
+    if config.gemma4 is not None:
+        parameters.extend(input_parameters(config))
     for index in range(config.num_layers):
-        parameters.extend(_layer(config, index, of_layers))
+        if config.gemma4 is None:
+            parameters.extend(_layer(config, index, of_layers))
+            continue
+        own = _LayerParts.of(config_of_layer(config, index))
+        norms, linears = attention_parts(config.gemma4, index, own.attention_norms, own.attention)
+        parameters.extend(_layer(config, index, own._replace(attention_norms=norms, attention=linears)))
+        parameters.extend(end_parameters(config, index))
     last_norm = FAMILIES[config.architecture].layer_names.last_norm
     part = Part(f"{last_norm}.weight", (hidden,), offset=config.norm_offset, factor=1 / config.logits_divisor)
     parameters.append(Parameter("norm.weight", (hidden,), (part,), Split.REPLICATED))

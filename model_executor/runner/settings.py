@@ -154,7 +154,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     device = resolve_device(server_args.device)
     on_cpu = device.type == "cpu"
     dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
-    backend = resolve_attention_backend(server_args.attention_backend, device)
+    backend = resolve_attention_backend(server_args.attention_backend, device, 0 if config.latent else config.head_dim)
     check_quantization(server_args.quantization, backend, device)
     _check_kernel_flags(server_args, backend, dtype, device)
     context_len = server_args.context_length or config.context_len

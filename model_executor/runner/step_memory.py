@@ -101,7 +101,29 @@ def activation_bytes(
             )
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     per_token = max(attention, feed_forward) + in_a_norm + scratch
+    if config.gemma4 is not None:
+        per_token = max(per_token + _layer_end_bytes(config, dtype), _layer_input_bytes(config, dtype))
     return tokens * per_token + rows * config.vocab_size * per_logit + floats_of_adapter * _FLOAT_BYTES
+
+
+def _layer_end_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """An upper bound in bytes of what the layers of Gemma 4 take for a token besides what others do."""
+    assert config.gemma4 is not None
+    kv_size, input_dim = config.num_kv_heads * config.head_dim, config.gemma4.input_dim
+    # The projection with a copy of the keys; the norm of values in float32. The inputs of all layers, the gate of one,
+    # both beside each other, and their product.
+    projected = (config.num_heads * config.head_dim + 2 * kv_size) * dtype.itemsize + 2 * kv_size * _FLOAT_BYTES
+    return projected + (config.num_layers + 4) * input_dim * dtype.itemsize
+
+
+def _layer_input_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """An upper bound in bytes of what making the inputs of layers takes for a token, with its embedding."""
+    assert config.gemma4 is not None
+    # The cosines and sines of both kinds of layers.
+    rotations = 4 * config.head_dim * _FLOAT_BYTES
+    # The projected embedding, its norm, also in float32, and the rows of the table.
+    of_number = 3 * dtype.itemsize + 2 * _FLOAT_BYTES
+    return 2 * config.hidden_size * dtype.itemsize + rotations + config.num_layers * config.gemma4.input_dim * of_number
 
 
 def _convolution_bytes(convolutions: ShortConvolutions, dtype: torch.dtype, *, compiled: bool) -> int:

@@ -23,6 +23,7 @@ from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
 from ..layers.packing import COMPACT_BITS
 from ..layers.quantized_weight import GROUP, QuantizedWeight, quantize, stacked
 from ..models.family import family_of
+from ..models.gemma4 import unread_tensors
 from ..models.parameter import WHOLE, Parameter, Part, Region, Shard, Split
 from ..models.parameters import EMBEDDING, LM_HEAD, ParameterDtypes, check_shard, is_expert
 from .cache_folder import CacheFolder
@@ -266,7 +267,7 @@ class StoredParameters(Mapping[str, Any]):
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
         if FAMILIES[config.architecture].has_text_config:
             logger.info("Only text is served: the weights for images in %s are not read", config.model_path)
-        ignored = _extra_layers(config)
+        ignored = *_extra_layers(config), *unread_tensors(config)
         extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
         extra = {name for name in extra if not name.startswith(ignored)}
         # GPTQ checkpoints often have a bias of zeros for each layer.
@@ -347,7 +348,7 @@ def _dummy(
     made: dict[str, Any] = {}
     for parameter in family_of(config).parameters(config):
         tensor = torch.empty(parameter.shape, dtype=dtypes.vectors, device=device)
-        if parameter.name.endswith("norm.weight"):
+        if parameter.name.endswith(("norm.weight", ".factor")):
             tensor = tensor.fill_(parameter.parts[0].factor).to(dtypes.of(parameter))
         elif parameter.name.endswith(".bias"):
             tensor.zero_()

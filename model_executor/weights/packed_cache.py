@@ -23,6 +23,7 @@ from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from ..layers.packing import PackedWeight, gated_panels_of, panels_of
 from ..models.family import family_of
+from ..models.gemma4 import INPUT_TABLE
 from ..models.parameters import ParameterDtypes
 from .cache_folder import PREFIX, CacheFolder, Entry
 from .packed_file import PackedFile, write_packed
@@ -102,7 +103,8 @@ class PackedParameters(Mapping[str, Any]):
         """
         try:
             # Few rows of an embedding are read, unless it is the output head.
-            file = PackedFile(path, key, () if self._config.tie_word_embeddings else (_EMBEDDING,))
+            tables = (INPUT_TABLE,) if self._config.tie_word_embeddings else (_EMBEDDING, INPUT_TABLE)
+            file = PackedFile(path, key, tables)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:

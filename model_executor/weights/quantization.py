@@ -15,6 +15,7 @@ from ..device.dtypes import dtype_name
 from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP, SUPER_BLOCK
 from ..models.family import family_of
+from ..models.gemma4 import INPUT_TABLE
 from ..models.parameter import WHOLE, Parameter, Shard
 from ..models.parameters import ROUTER_ENDING, SHARED_GATE_ENDING, is_expert
 
@@ -99,7 +100,7 @@ def is_linear(parameter: Parameter) -> bool:
 
     Embeddings, output heads, routers and gates of shared experts are none.
     """
-    is_other = parameter.name in ("embed_tokens.weight", "lm_head.weight") or parameter.name.endswith(
+    is_other = parameter.name in ("embed_tokens.weight", "lm_head.weight", INPUT_TABLE) or parameter.name.endswith(
         (ROUTER_ENDING, SHARED_GATE_ENDING)
     )
     return len(parameter.shape) == 2 and not is_other
@@ -107,7 +108,8 @@ def is_linear(parameter: Parameter) -> bool:
 
 def is_multiplied(parameter: Parameter, config: ModelConfig) -> bool:
     """Whether a parameter is the matrix of a linear layer or of the output head, and not only a table of vectors."""
-    is_table = parameter.name == "embed_tokens.weight" and not config.tie_word_embeddings
+    is_embedding = parameter.name == "embed_tokens.weight" and not config.tie_word_embeddings
+    is_table = is_embedding or parameter.name == INPUT_TABLE
     return len(parameter.shape) == 2 and not is_table
 
 

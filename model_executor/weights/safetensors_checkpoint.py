@@ -26,8 +26,10 @@ _PREFIX = "model."
 _IN_LANGUAGE_MODEL = re.compile(r"language_model\.(model\.|(?P<head>lm_head\.))|model\.language_model\.")
 """What names of a language model begin with in a model that also takes images. The second form is transformers 5's."""
 _PARTS_FOR_IMAGES = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    "model.visual.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.",
 )  # fmt: skip
+"""What the names of parts for images begin with, and in Gemma 4 of those for sound."""
 
 
 class SafetensorsCheckpoint:

@@ -21,7 +21,7 @@ from .experts_config import (
 )
 from .experts_deepseek import DEEPSEEK_GGUF_KEYS, dots_experts, glm_experts, glm_gguf_experts
 from .family import Family
-from .gemma import GEMMA2, GEMMA3
+from .gemma import GEMMA2, GEMMA3, GEMMA4
 from .granite_families import GRANITE_FAMILIES
 from .latent_families import LATENT_FAMILIES
 from .layer_windows import (
@@ -318,6 +318,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(GEMMA3, model_type="gemma3", has_text_config=True),
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": dataclasses.replace(GEMMA4, model_type="gemma4", has_text_config=True),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         "decoder",

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .delta_net_config import DeltaNetConfig
 from .experts_config import QWEN_NAMES, ClampedGate, ExpertNames, ReadExperts
+from .gemma4_config import Gemma4Config
 from .layer_windows import SlidingWindows
 from .settings import Settings
 from .short_convolutions import ShortConvolutions
@@ -63,6 +64,8 @@ class Family:
     """reads the short convolutions that some layers have in place of attention; None: no layer has one"""
     delta_net: Callable[[Settings, int], DeltaNetConfig | None] | None = None
     """reads the Gated DeltaNet that some layers have in place of attention; None: no layer has one"""
+    gemma4: Callable[[Settings, SlidingWindows], Gemma4Config] | None = None
+    """reads how layers differ from one another; None: they have heads of one size"""
     with_llama_keys: Callable[[Settings], Settings] | None = None
     """returns the settings of config.json under the keys that Llama's has; None: config.json has these keys"""
     layer_names: LayerNames = LLAMA_NAMES

@@ -52,14 +52,19 @@ def config_from_hf(
     head_dim = _head_dim(config, family, num_heads, hidden_size) if latent is None else latent.rope_dim
     context_len = config.integer("max_position_embeddings")
     windows = family.sliding_windows(config, num_layers)
+    gemma4 = None if family.gemma4 is None else family.gemma4(config, windows)
     if family.has_local_rope:
-        rope, local_rope = ropes_from_hf(config, family, context_len, head_dim)
+        head_dims = (head_dim, head_dim) if gemma4 is None else gemma4.head_dims(windows)
+        rope, local_rope = ropes_from_hf(config, family, context_len, head_dims)
         ropes = ropes_of_windows(windows, rope, local_rope)
     else:
         rope = rope_from_hf(config, family, context_len, head_dim)
         ropes = layer_ropes(family, config, rope, windows)
     dtype = config.text("dtype") or config.text("torch_dtype")
     dtype = None if dtype is None else dtype.removeprefix("torch.")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads) if latent is None else 1
+    if gemma4 is not None:
+        num_kv_heads, head_dim = gemma4.largest
     multipliers = _multipliers(config, family, head_dim, dtype)
     bos_ids = config.token_ids("bos_token_id")
     if not bos_ids and config.get("bos_token_id") is not None:
@@ -67,12 +72,13 @@ def config_from_hf(
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.integer("intermediate_size") if gemma4 is None else max(gemma4.widths),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads) if latent is None else 1,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim if latent is None else latent.key_dim,
         latent=latent,
+        gemma4=gemma4,
         convolutions=None if family.convolutions is None else family.convolutions(config, num_layers),
         delta_net=None if family.delta_net is None else family.delta_net(config, num_layers),
         vocab_size=config.integer("vocab_size"),

@@ -16,6 +16,7 @@ from .delta_net_config import DeltaNetConfig
 from .experts_config import ExpertsConfig
 from .families import FAMILIES, not_in_families
 from .family import AttentionGates, Family, QKNormKind
+from .gemma4_config import Gemma4Config, Heads
 from .generation_defaults import GenerationDefaults
 from .latent_config import LatentConfig
 from .layer_windows import SlidingWindows
@@ -63,6 +64,9 @@ class ModelConfig:
     context_len: int
     latent: LatentConfig | None = None
     """Latent attention. Then a token has one key for all heads: num_kv_heads is 1, and head_dim is `latent.key_dim`."""
+    gemma4: Gemma4Config | None = None
+    """How layers differ from one another. Then num_kv_heads, head_dim and intermediate_size are the largest of any
+    layer. None: all layers have heads of one size."""
     convolutions: ShortConvolutions | None = None
     """of the layers with convolutions in place of attention; None: there are none"""
     delta_net: DeltaNetConfig | None = None
@@ -164,6 +168,8 @@ class ModelConfig:
     @property
     def stream_divisor(self) -> float:
         """What the residual stream is divided by (models/decoder.py)."""
+        if self.gemma4 is not None:  # its layers multiply the stream by matrices
+            return 1.0
         return self.embedding_scale if self.output_norms else self.residual_scale
 
     @property
@@ -235,6 +241,19 @@ class ModelConfig:
                 return self.num_heads * self.head_dim
         return 0
 
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that store K and V. Other layers with attention read those of an earlier layer."""
+        return self.attention_layers if self.gemma4 is None else self.gemma4.kv_layers
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose K and V a layer with attention reads."""
+        return layer if self.gemma4 is None else self.gemma4.kv_sources[layer]
+
+    def heads(self, layer: int) -> Heads:
+        """The heads of K and V in a layer with attention."""
+        return Heads(self.num_kv_heads, self.head_dim) if self.gemma4 is None else self.gemma4.heads[layer]
+
     def is_sparse(self, layer: int) -> bool:
         """Whether the feed-forward layer is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
@@ -253,7 +272,8 @@ class ModelConfig:
     def multiplied_widths(self) -> tuple[int, ...]:
         """The widths of what linear layers multiply. Those of all heads, which are even, are left out."""
         latent = () if self.latent is None else (*self.latent[:4], self.latent.query_rank or 2)
-        return (self.hidden_size, *self.feed_forward_widths, *latent)
+        gemma4 = () if self.gemma4 is None else (*self.gemma4.widths, self.gemma4.input_dim or 2)
+        return (self.hidden_size, *self.feed_forward_widths, *latent, *gemma4)
 
     @property
     def model_type(self) -> str:

@@ -106,6 +106,8 @@ class RopeConfig:
     rotary_dim: int | None = None
     """Number of the first components of a head that are rotated; None: all. With 0, no position is encoded."""
     query_scale: QueryScale | None = None
+    head_dim: int | None = None
+    """components of a head, in a model whose layers differ in it; None: those of the model"""
 
     def for_context(self, context_len: int) -> RopeConfig:
         """The config for requests of at most `context_len` tokens. It has no LongRopeScaling."""
@@ -159,8 +161,10 @@ def rope_settings(config: Settings) -> Settings | None:
     return given.get("rope_scaling") or given.get("rope_parameters")
 
 
-def ropes_from_hf(config: Settings, family: Family, context_len: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Read the configs of layers without and with a window, which differ.
+def ropes_from_hf(
+    config: Settings, family: Family, context_len: int, head_dims: tuple[int, int]
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read the configs of layers without and with a window, which differ. `head_dims`: components of their heads.
 
     transformers 5 writes both in `rope_parameters`. Before, `rope_scaling` concerned the layers without a window.
     """
@@ -182,12 +186,14 @@ def ropes_from_hf(config: Settings, family: Family, context_len: int, head_dim: 
             context_len,
             head_dim,
         )
-        for layer_type, theta, scaling in zip(
-            ("full_attention", "sliding_attention"), (theta, local_theta), scalings, strict=True
+        for layer_type, theta, scaling, head_dim in zip(
+            ("full_attention", "sliding_attention"), (theta, local_theta), scalings, head_dims, strict=True
         )
     ]
     if unknown := given.unused():
         raise config.unsupported(f"rope_parameters has settings that are not supported: {', '.join(unknown)}")
+    if head_dims[0] != head_dims[1]:
+        ropes = [dataclasses.replace(rope, head_dim=dim) for rope, dim in zip(ropes, head_dims, strict=True)]
     return ropes[0], ropes[1]
 
 

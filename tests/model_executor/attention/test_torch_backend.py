@@ -163,6 +163,8 @@ def test_groups_hold_similar_lengths_and_everybody_once(lengths):
 
 def test_names():
     assert resolve_attention_backend("auto", torch.device("cuda")) == "triton"
+    assert resolve_attention_backend("auto", torch.device("cuda"), 256) == "triton"
+    assert resolve_attention_backend("auto", torch.device("cuda"), 512) == "torch"  # too wide for Triton's kernels
     for name in BACKEND_NAMES:
         if name != "cpu" or cpu_extension.load():
             assert resolve_attention_backend(name, torch.device("cpu")) == name

@@ -213,6 +213,11 @@ def test_recurrent_layers_are_not_divided(stored: Callable[[str], ModelConfig]) 
         rank_config(stored("qwen3_5"), Shard(0, 2))
 
 
+def test_layers_with_different_heads_are_not_divided(stored: Callable[[str], ModelConfig]) -> None:
+    with pytest.raises(ValueError, match="2 ranks cannot divide Gemma4ForCausalLM: its layers differ in their heads"):
+        rank_config(stored("gemma4_heads"), Shard(0, 2))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_random_weights_in_shards(tied: bool) -> None:
     config = dataclasses.replace(

@@ -33,6 +33,7 @@ KINDS = [
     "hunyuan_v1_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "lfm2_bias", "lfm2_moe",
     "lfm3", "granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_attention",
     "qwen3_next",
+    "lfm3", "granitemoehybrid", "gemma4_heads", "gemma4_inputs", "gemma4_images",
 ]  # fmt: skip
 
 

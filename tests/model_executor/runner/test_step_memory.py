@@ -12,6 +12,7 @@ import pytest
 import torch
 from backend_steps import Row, make_batch, with_caps, with_sinks
 from cpu_models import CONFIG
+from gemma4_layers import like_gemma4
 from lora_adapters import save_for_config
 from patience import PATIENCE_S
 from peak_memory import peak_bytes
@@ -105,6 +106,8 @@ SHAPES = {
     "wide gemma": GEMMA | {"hidden_size": 512, "intermediate_size": 128},
     "olmo": OLMO,
     "heads of olmo": OLMO | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
+    "gemma 4": like_gemma4(CONFIG),
+    "wide inputs of layers": like_gemma4(CONFIG, input_dim=512),
     "heads of gemma": GEMMA | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32},
 }
 

@@ -36,6 +36,7 @@ def runner_of(config: ModelConfig, backend: str = "cpu", **settings) -> ModelRun
         "llama", "mixtral", "gpt_oss", "olmo2", "granite", "granitemoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe",
         "dots1", "youtu", "deepseek_v2_groups", "lfm2_bias", "lfm3",
         "qwen3_5", "qwen3_5_moe", "qwen3_next",
+        "gemma4_sharing",
     ],
 )  # fmt: skip
 def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, name: str, backend: str, settings: dict) -> None:

@@ -228,6 +228,7 @@ def test_what_transformers_writes(name, tmp_path):
         "lfm2_moe": (96, 32),
         "qwen3_5_moe": (32, 64),
         "qwen3_next": (96, 32, 64),
+        "gemma4_sharing": (192,),
         "granitemoehybrid": (48,),
         "granitemoehybrid_experts": (96, 64),
         "dots1_window": (64, 64),
