@@ -273,7 +273,8 @@ class ModelConfig:
         """The widths of what linear layers multiply. Those of all heads, which are even, are left out."""
         latent = () if self.latent is None else (*self.latent[:4], self.latent.query_rank or 2)
         gemma4 = () if self.gemma4 is None else (*self.gemma4.widths, self.gemma4.input_dim or 2)
-        return (self.hidden_size, *self.feed_forward_widths, *latent, *gemma4)
+        delta_net = () if self.delta_net is None else (self.delta_net.value_size,)
+        return (self.hidden_size, *self.feed_forward_widths, *latent, *gemma4, *delta_net)
 
     @property
     def model_type(self) -> str:
