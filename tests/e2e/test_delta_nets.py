@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from tiny_models import make_model, save
+from toy_engine import ServerProcess
 
 import tercet
 
@@ -53,3 +55,18 @@ def test_what_needs_earlier_states_is_refused(setting: dict[str, Any], message: 
     folder = save(make_model("qwen3_5"), tmp_path)
     with pytest.raises(ValueError, match=message):
         tercet.LocalEngine(folder, device="cpu", skip_tokenizer_init=True, **setting)
+
+
+@pytest.mark.parametrize("num_http_processes", [1, 2])
+def test_a_server_refuses_retention(num_http_processes: int, tmp_path: Path) -> None:
+    folder = save(make_model("qwen3_5"), tmp_path / "model")
+    (tmp_path / "r").mkdir()
+    flags = ["--port", "0", "--model-path", str(folder), "--device", "cpu", "--dtype", "float32"]
+    flags += ["--skip-tokenizer-init", "--max-total-tokens", "160"]
+    flags += ["--tokenizer-worker-num", str(num_http_processes)]
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    with ServerProcess(tmp_path / "r", flags, module=("tercet", "serve")) as server:
+        url = f"{server.ready().url}/generate"
+        assert len(httpx.post(url, json=body, timeout=60).json()["output_ids"]) == 4
+        refused = httpx.post(url, json=body | {"retention_seconds": 5}, timeout=60)
+    assert refused.status_code == 400 and "retention_seconds needs a server with a prefix cache" in refused.text
