@@ -9,6 +9,9 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...model_executor.runner.recurrent_settings import resolve_rows
 from ...srt.model_files.load_config import load_model_config
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
@@ -365,8 +368,10 @@ def engine_of(
 def complete(server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile) -> ServerArgs:
     """Settings in which no limit is missing."""
     on_gpu = profile.is_asynchronous
+    device = torch.device("cuda" if on_gpu else "cpu")
     return dataclasses.replace(
         server_args,
+        max_running_requests=resolve_rows(server_args, config, torch.bfloat16, device),
         page_size=server_args.page_size or (64 if on_gpu else 32),
         context_length=server_args.context_length or config.context_len,
         max_prefill_tokens=server_args.max_prefill_tokens or (16384 if on_gpu else 2048),
