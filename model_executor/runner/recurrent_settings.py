@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ...srt.model_files.delta_net_config import DeltaNetConfig
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
 from ..row_states import LayerStates, make_row_states, state_bytes
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ROWS = 256
 _LEAST_ROWS = 8
@@ -46,9 +50,12 @@ def states_of_settings(
 ) -> tuple[LayerStates, ...]:
     """Make the states of a server. Raises ValueError that names the setting if there is no memory for them."""
     try:
-        return make_row_states(num_rows, sizes, dtype, device)
+        states = make_row_states(num_rows, sizes, dtype, device)
     except (OSError, torch.OutOfMemoryError) as error:
         raise ValueError(
             f"no memory for the states of --max-running-requests {num_rows}, "
             f"{state_bytes(sizes, dtype.itemsize) / 2**20:.1f} MiB each; lower it"
         ) from error
+    mib = state_bytes(sizes, dtype.itemsize) / 2**20
+    logger.info("The states of recurrent layers take %.1f MiB for each of at most %d running requests", mib, num_rows)
+    return states
