@@ -18,6 +18,7 @@ from tercet.model_executor.layers import triton_layers
 from tercet.model_executor.layers.kinds import TorchLayers, layers_for
 from tercet.model_executor.layers.triton_layers import TritonLayers
 from tercet.model_executor.runner.warmup import warmup_steps
+from tercet.srt.model_files.delta_net_config import DeltaNetConfig
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import Llama3Scaling, RopeConfig
 from tercet.srt.model_files.short_convolutions import ShortConvolutions
@@ -50,6 +51,14 @@ LFM = dataclasses.replace(
     sliding_windows=(),
     convolutions=ShortConvolutions((0,), QWEN.hidden_size, 3),
 )
+QWEN35 = dataclasses.replace(
+    QWEN,
+    architecture="Qwen3_5ForCausalLM",
+    sliding_windows=(),
+    attention_gates="components",
+    delta_net=DeltaNetConfig((0,), 1, 2, 8, 8, 3),
+)
+CONFIGS = pytest.mark.parametrize("config", [LLAMA, QWEN, LFM, QWEN35], ids=["llama", "qwen", "lfm", "qwen3.5"])
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +96,7 @@ def test_layers_are_chosen_by_the_backend():
     assert type(layers_for("torch", torch.float32)) is TorchLayers
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN, LFM], ids=["llama", "qwen", "lfm"])
+@CONFIGS
 def test_tokens_and_logits_are_the_torch_paths(config, monkeypatch):
     # weights large enough that attention is far from uniform
     monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
@@ -143,7 +152,7 @@ def test_a_replay_follows_the_lengths_it_is_given(monkeypatch):
     assert accelerator.num_replays == 4
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN, LFM], ids=["llama", "qwen", "lfm"])
+@CONFIGS
 def test_a_launch_on_triton_waits_for_nothing(config, monkeypatch):
     """The wrappers of kernels, too, look at no value; the kernels themselves are not run."""
     launches = []
