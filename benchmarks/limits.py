@@ -75,13 +75,15 @@ class ModelCost:
         if delta_net is not None:  # products of a state with the query and the key, and what a token adds to it
             in_layers += 3 * len(delta_net.layers) * math.prod(delta_net.state_shape)
         # The products of a query with a key, and of a weight with a value.
-        pair_dim = config.head_dim + config.attended_dim
+        pair_dims = len(config.attention_layers) * (config.head_dim + config.attended_dim)
+        if config.gemma4 is not None:  # whose heads differ from layer to layer
+            pair_dims = sum(2 * heads.head_dim for heads in config.gemma4.heads)
         return cls(
             weight_bytes=sum(num_bytes.values()),
             kv_bytes_per_token=kv_bytes_per_token,
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),
-            attention_flops_per_pair=2 * len(config.attention_layers) * config.num_heads * pair_dim,
+            attention_flops_per_pair=2 * config.num_heads * pair_dims,
             expert_bytes=expert_bytes,
             chosen_share=chosen_share,
             state_bytes=0 if delta_net is None else state_bytes(delta_net, dtype_bytes),

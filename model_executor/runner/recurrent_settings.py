@@ -49,13 +49,12 @@ def states_of_settings(
     num_rows: int, sizes: DeltaNetConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[LayerStates, ...]:
     """Make the states of a server. Raises ValueError that names the setting if there is no memory for them."""
+    mib = state_bytes(sizes, dtype.itemsize) / 2**20
     try:
         states = make_row_states(num_rows, sizes, dtype, device)
     except (OSError, torch.OutOfMemoryError) as error:
         raise ValueError(
-            f"no memory for the states of --max-running-requests {num_rows}, "
-            f"{state_bytes(sizes, dtype.itemsize) / 2**20:.1f} MiB each; lower it"
+            f"no memory for the states of --max-running-requests {num_rows}, {mib:.1f} MiB each; lower it"
         ) from error
-    mib = state_bytes(sizes, dtype.itemsize) / 2**20
     logger.info("The states of recurrent layers take %.1f MiB for each of at most %d running requests", mib, num_rows)
     return states

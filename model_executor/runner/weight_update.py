@@ -108,6 +108,11 @@ class WeightUpdater:
         Raises ValueError and OSError for weights that cannot be used, and if the memory does not suffice. Then
         nothing has changed.
         """
+        if self._accelerator is not None and _has_copies(config):
+            raise ValueError(
+                "on a GPU, the weights of a model with latent attention, short convolutions or recurrent layers "
+                "cannot be updated: restart the server"
+            )
         settings = self.settings_for(config)
         needed, available = weight_bytes(settings, config) + _MARGIN_BYTES, self._host_memory().available
         if needed > available:
@@ -160,6 +165,11 @@ class WeightUpdater:
         for name, target in targets.items():
             for to, new in zip(_tensors(target), _tensors(sources[name]), strict=True):
                 to.copy_(new)
+
+
+def _has_copies(config: ModelConfig) -> bool:
+    """Whether layers read copies of weights in other types and orders, which new weights would not reach."""
+    return any(each is not None for each in (config.latent, config.convolutions, config.delta_net))
 
 
 def _tensors(parameter: Any) -> tuple[torch.Tensor, ...]:

@@ -108,7 +108,7 @@ def test_a_gpus_parameters_are_overwritten_where_graphs_read_them(tmp_path: Path
     assert len(accelerator.recorded) == num_graphs and runner.model is model
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "olmo2", "qwen2_moe", "glm4_moe", "gemma3"])
 def test_a_gpu_without_graphs_has_no_memory_for_a_second_model(name: str, tmp_path: Path, monkeypatch) -> None:
     class Unrecordable(RecordableAttention):
         def num_splits(self, seq_lens):
@@ -123,6 +123,18 @@ def test_a_gpu_without_graphs_has_no_memory_for_a_second_model(name: str, tmp_pa
     runner.weights.update(second)
     torch.testing.assert_close(short_logits(runner), expected, rtol=1e-4, atol=1e-4)
     assert runner.model is model
+
+
+@pytest.mark.parametrize("name", ["youtu", "lfm2_bias", "qwen3_5"])
+def test_a_gpus_copies_of_weights_are_not_updated(name: str, tmp_path: Path, monkeypatch) -> None:
+    use_fake(monkeypatch, FakeAccelerator())
+    runner = runner_of(checkpoint(tmp_path / "1", name), "torch", disable_cuda_graph=True)
+    before = short_logits(runner)
+    with pytest.raises(
+        ValueError, match="on a GPU, the weights of a model with latent attention, short convolutions or recurrent"
+    ):
+        runner.weights.update(checkpoint(tmp_path / "2", name, seed=2))
+    assert torch.equal(short_logits(runner), before)
 
 
 def damage(folder: Path, name: str, shape: list[int]) -> None:
