@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,15 @@ class TokenAdapters:
         """The tokens of each adapter, int64, for layers in plain torch. The first access waits for a GPU."""
         used = self.slots.unique().tolist()
         return [(slot, (self.slots == slot).nonzero().flatten()) for slot in used if slot]
+
+
+class SavedStates(NamedTuple):
+    """The states of recurrent layers that an EXTEND step saves in other rows of LayerStates."""
+
+    lens: torch.Tensor
+    """int64 [B], the number of tokens of each row after which its state is saved; 0: it is not"""
+    rows: torch.Tensor
+    """int64 [B], the row that each is saved in"""
 
 
 @dataclass(slots=True)
@@ -54,6 +64,8 @@ class ForwardBatch:
     """of the T tokens; None: the runner has no adapters"""
     sampled_adapters: TokenAdapters | None = None
     """of the tokens of `logits_indices`, if there are `adapters`"""
+    saved_states: SavedStates | None = None
+    """None: the step saves none"""
 
     def of_sampled(self) -> ForwardBatch:
         """The batch for layers that compute only the tokens of `logits_indices`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ def make_row_states(
     place. A request that begins at position 0 begins with a state of zeros, whatever its row holds. So a row needs no
     cleaning when it is freed, and nobody but the layers touches the states. Row 0 serves padded batch entries.
 
-    The state of an earlier position is lost. So requests cannot share prefixes, and drafts cannot be taken back.
+    The state of an earlier position is lost, unless a step has saved it in another row. So drafts cannot be taken back.
 
     Raises OSError or torch.OutOfMemoryError if the memory cannot be allocated. On a CPU, a row that no request has had
     takes none.
@@ -42,6 +43,13 @@ def make_row_states(
         )
         for _ in sizes.layers
     )
+
+
+def copy_states(states: Iterable[LayerStates], sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy rows of all layers to others. `sources`, `targets`: int64 [n]; no row is in both."""
+    for layer in states:
+        for tensor in layer:
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 def state_bytes(sizes: DeltaNetConfig, dtype_bytes: int) -> int:

@@ -132,14 +132,14 @@ def convolve(
     )  # fmt: skip
 
 
-def recur(heads: int, dim: int = 128, dtype: torch.dtype = BF16, *, decode: bool = False) -> None:
+def recur(heads: int, dim: int = 128, dtype: torch.dtype = BF16, *, decode: bool = False, saved: bool = False) -> None:
     num_tokens, key_heads = BATCH if decode else TOKENS, 16
     channels = (2 * key_heads + heads) * dim
     weights = Recurrence(meta(4, channels, dtype=F32), *(meta(n, dtype=F32) for n in (heads, heads, dim)))
     delta_net(
         meta(num_tokens, channels + heads * dim + 2 * heads, dtype=dtype), weights, 1e-6, key_heads,
         meta(BATCH + 1, 3, channels, dtype=dtype), meta(BATCH + 1, heads, dim, dim, dtype=F32), meta(num_tokens),
-        meta(BATCH), None if decode else meta(BATCH + 1),
+        meta(BATCH), None if decode else meta(BATCH + 1), (meta(BATCH), meta(BATCH)) if saved else None,
     )  # fmt: skip
 
 
@@ -176,6 +176,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "convolution-2048-decode": lambda: convolve(2048, decode=True),
     "convolution-1536-fp32-bias": lambda: convolve(1536, F32, width=5, bias=True),
     "delta_net-32x128": lambda: recur(32),
+    "delta_net-32x128-saved": lambda: recur(32, saved=True),
     "delta_net-16x128-decode": lambda: recur(16, decode=True),
     "delta_net-48x256-fp32": lambda: recur(48, 256, F32),
     "decode_start-4096x128": lambda: start(4096, 128),
@@ -205,7 +206,7 @@ CASES: dict[str, Callable[[], list[Launch]]] = {
     call: partial(launches_of, call)
     for call in (
         "split_map", "store-8x128-fp8", "rotary-16x8x128-norm-store", "rmsnorm-4096-fused", "silu-14336",
-        "gelu-10240", "add_rmsnorm-4096", "qk_rmsnorm-5120-1024", "convolution-2048", "delta_net-32x128",
+        "gelu-10240", "add_rmsnorm-4096", "qk_rmsnorm-5120-1024", "convolution-2048", "delta_net-32x128-saved",
         "decode_start-4096x128", "argmax-151936", "token_logprobs-151936", "skinny-2048x8192-gated", "sample-128256",
     )
 }  # fmt: skip

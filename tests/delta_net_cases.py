@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-from mixer_cases import MixerCase
+from mixer_cases import Layer, MixerCase
 
 from tercet.model_executor.layers.delta_net import DeltaNetWeights
 from tercet.model_executor.row_states import LayerStates
@@ -40,3 +41,30 @@ class DeltaNetCase(MixerCase):
         for tensor in states:
             tensor.fill_(torch.nan)
         return states
+
+
+def check_saved_states(
+    case: DeltaNetCase, make_layer: Callable[[LayerStates], Layer], seed: int, longest: int = 4
+) -> None:
+    """Runs random extend steps that save states, and checks these and all outputs, bit by bit. `longest`: most tokens
+    of a chunk."""
+    rng = np.random.default_rng(seed)
+    wholes, states = case.states(), case.states()
+    outputs = case.run(make_layer(wholes), [(k, 0, length) for k, length in enumerate(case.lens)])
+    rows = case.rows.tolist()
+    spare = next(row for row in range(1, case.num_rows + 1) if row not in rows)
+    layer = make_layer(states)
+    for chunks, _ in case.random_steps(seed, longest):
+        saved = [(0, 0)] * len(chunks)
+        index = int(rng.integers(len(chunks)))
+        k, start, end = chunks[index]
+        length = int(rng.integers(start, end)) + 1
+        saved[index] = length, spare
+        for tensor in states:
+            tensor[spare] = torch.nan
+        for (of, first, last), out in zip(chunks, case.run(layer, chunks, saved=saved), strict=True):
+            assert torch.equal(out, outputs[of][first:last]), "saving changes no output"
+        alone = case.states()
+        case.run(make_layer(alone), [(k, 0, length)])
+        for found, expected in zip(states, alone, strict=True):
+            assert torch.equal(found[spare].nan_to_num(nan=9), expected[rows[k]].nan_to_num(nan=9))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from tercet.model_executor.forward_batch import ForwardBatch
+from tercet.model_executor.forward_batch import ForwardBatch, SavedStates
 from tercet.model_executor.step import ForwardMode
 
 Layer = Callable[[torch.Tensor, None, ForwardBatch], torch.Tensor]
@@ -43,9 +43,16 @@ class MixerCase:
         return drawn.to(self.device, self.dtype)
 
     def run(
-        self, layer: Layer, chunks: Sequence[Chunk], *, decode: bool = False, num_padded: int = 0
+        self,
+        layer: Layer,
+        chunks: Sequence[Chunk],
+        *,
+        decode: bool = False,
+        num_padded: int = 0,
+        saved: Sequence[tuple[int, int]] | None = None,
     ) -> list[torch.Tensor]:
-        """One step: the outputs of each chunk. `decode`: a decode step, with so many rows of padding."""
+        """One step: the outputs of each chunk. `decode`: a decode step, with so many rows of padding. `saved`: of each
+        chunk, after how many tokens its state is saved, and the row."""
         requests, starts, ends = zip(*chunks, strict=True)
         sizes = [end - start for _, start, end in chunks]
 
@@ -72,12 +79,16 @@ class MixerCase:
             prefix_lens=None if decode else padded(starts, 0),
             seq_lens_host=np.array([*ends, *[1] * num_padded], np.int32),
             extend_lens_host=None if decode else np.array(sizes, np.int32),
+            saved_states=None
+            if saved is None
+            else SavedStates(*torch.tensor(saved, device=self.device).t().contiguous()),
         )
         out = layer(joined(self.projected, loose), None, batch)
         return list(out.split([*sizes, num_padded]))[: len(chunks)]
 
-    def random_steps(self, seed: int) -> Iterator[tuple[list[Chunk], bool]]:
-        """The chunks of each step, and whether it is a decode step, until all requests have ended."""
+    def random_steps(self, seed: int, longest: int = 4) -> Iterator[tuple[list[Chunk], bool]]:
+        """The chunks of each step, and whether it is a decode step, until all requests have ended. `longest`: most
+        tokens of a chunk."""
         rng = np.random.default_rng(seed)
         done = [0] * len(self.lens)
         while True:
@@ -86,7 +97,7 @@ class MixerCase:
                 return
             decode = bool(rng.random() < 0.5)
             some = rng.permutation(left)[: rng.integers(1, len(left) + 1)].tolist()
-            ends = [min(self.lens[k], done[k] + (1 if decode else int(rng.integers(1, 5)))) for k in some]
+            ends = [min(self.lens[k], done[k] + (1 if decode else int(rng.integers(1, longest + 1)))) for k in some]
             yield [(k, done[k], end) for k, end in zip(some, ends, strict=True)], decode
             for k, end in zip(some, ends, strict=True):
                 done[k] = end

@@ -27,6 +27,9 @@ struct DeltaNetTokens {
   const int64_t* rows;
   const int64_t* starts;
   const int64_t* positions;
+  /// Of each request: the number of its tokens after which its state is saved, too, or 0, and the row that it is saved in.
+  /// save_lens is null if nothing is saved.
+  const int64_t *save_lens, *save_rows;
   /// [rows, width - 1, channels]: the last inputs of the convolution, that of position p at p % (width - 1)
   T* recent;
   /// [rows, value_heads, key_dim, value_dim]
@@ -40,6 +43,7 @@ struct DeltaNetTokens {
   int64_t columns() const { return channels() + value_size() + 2 * value_heads; }
   int64_t group() const { return value_heads / key_heads; }
   int64_t first_token(int64_t request) const { return starts ? starts[request] : request; }
+  int64_t save_len(int64_t request) const { return save_lens ? save_lens[request] : 0; }
 };
 
 /// Computes the tokens of a request for one key head and its value heads, whose channels no other head touches. Tokens come
@@ -50,9 +54,13 @@ class DeltaNetHead {
  public:
   DeltaNetHead(const DeltaNetTokens<T>& in, int64_t request, int64_t head)
       : in_(in), head_(head), first_(in.first_token(request)), end_(in.first_token(request + 1)), row_(in.rows[request]) {
+    if (const int64_t length = in.save_len(request)) {
+      save_end_ = first_ + length - in.positions[first_];
+      save_row_ = in.save_rows[request];
+    }
     const int64_t room = std::min(kTokens, end_ - first_), values = in.group() * value_stride();
     static thread_local std::vector<float> of_tokens, of_state;
-    // Zeros after the ends of heads are never overwritten, and they change no sum.
+    // Numbers after the ends of heads stay zeros, so they change no sum.
     of_tokens.assign(room * (2 * key_stride() + 2 * values + 2 * in.group() + 1), 0.f);
     if (const size_t size = in.key_dim * value_stride(); of_state.size() < size) of_state.resize(size);
     queries_ = of_tokens.data();
@@ -66,17 +74,21 @@ class DeltaNetHead {
   }
 
   void run() {
-    for (int64_t first = first_; first < end_; first += kTokens) {
-      const int64_t count = std::min(kTokens, end_ - first);
+    for (int64_t first = first_, count; first < end_; first += count) {
+      count = std::min(kTokens, (first < save_end_ ? save_end_ : end_) - first);
+      const bool saves = first + count == save_end_;
       for (int64_t token = 0; token < count; ++token) prepare(first + token, token);
       for (int64_t head = 0; head < in_.group(); ++head) {
         read_state(head, in_.positions[first] == 0);
         for (int64_t column = 0; column < in_.value_dim; column += kColumns) advance(head, column, count);
-        write_state(head);
+        write_state(head, row_);
+        if (saves) write_state(head, save_row_);
       }
       for (int64_t token = 0; token < count; ++token) finish(first + token, token);
+      if (saves) save_inputs();
     }
-    keep_inputs();
+    for (int64_t token = std::max(first_, end_ - in_.width + 1); token < end_; ++token)
+      keep(input(token), recent(row_, in_.positions[token]));
   }
 
  private:
@@ -89,8 +101,9 @@ class DeltaNetHead {
   int64_t value_head(int64_t head) const { return head_ * in_.group() + head; }
   float* values(int64_t token, int64_t head) const { return values_ + (token * in_.group() + head) * value_stride(); }
   float* outputs(int64_t token, int64_t head) const { return outputs_ + (token * in_.group() + head) * value_stride(); }
-  T* recent(int64_t position) const {
-    return in_.recent + (row_ * (in_.width - 1) + position % (in_.width - 1)) * in_.channels();
+  const T* input(int64_t token) const { return in_.projected + token * in_.columns(); }
+  T* recent(int64_t row, int64_t position) const {
+    return in_.recent + (row * (in_.width - 1) + position % (in_.width - 1)) * in_.channels();
   }
 
   /// Makes query, key, values, decays and strengths of a token.
@@ -135,8 +148,7 @@ class DeltaNetHead {
     for (int64_t i = 0; i < n; i += kPanel) {
       FloatPair sum{Vec(0.f), Vec(0.f)};
       for (int64_t back = std::min(width - 1, position); back >= 0; --back) {
-        const T* from =
-            token - back >= first_ ? in_.projected + (token - back) * in_.columns() : recent(position - back);
+        const T* from = token - back >= first_ ? input(token - back) : recent(row_, position - back);
         const float* weight = in_.convolution + (width - 1 - back) * in_.channels();
         const FloatPair x = load_pair(from + channel + i, n - i), w = load_pair(weight + channel + i, n - i);
         sum = {at::vec::fmadd(x.left, w.left, sum.left), at::vec::fmadd(x.right, w.right, sum.right)};
@@ -148,7 +160,7 @@ class DeltaNetHead {
   /// Copies the state of a value head, a block of columns after another, with zeros after the last one. A new request has
   /// zeros.
   void read_state(int64_t head, bool is_new) {
-    const float* from = stored_state(head);
+    const float* from = stored_state(head, row_);
     for (int64_t i = 0; i < in_.key_dim; ++i, from += in_.value_dim)
       for (int64_t column = 0; column < in_.value_dim; column += kColumns) {
         const int64_t n = is_new ? 0 : std::min(kColumns, in_.value_dim - column);
@@ -158,15 +170,15 @@ class DeltaNetHead {
       }
   }
 
-  void write_state(int64_t head) const {
-    float* to = stored_state(head);
+  void write_state(int64_t head, int64_t row) const {
+    float* to = stored_state(head, row);
     for (int64_t i = 0; i < in_.key_dim; ++i, to += in_.value_dim)
       for (int64_t column = 0; column < in_.value_dim; column += kColumns)
         std::copy_n(block_of_state(column) + i * kColumns, std::min(kColumns, in_.value_dim - column), to + column);
   }
 
-  float* stored_state(int64_t head) const {
-    return in_.states + (row_ * in_.value_heads + value_head(head)) * in_.key_dim * in_.value_dim;
+  float* stored_state(int64_t head, int64_t row) const {
+    return in_.states + (row * in_.value_heads + value_head(head)) * in_.key_dim * in_.value_dim;
   }
 
   float* block_of_state(int64_t column) const { return state_ + column * in_.key_dim; }
@@ -231,20 +243,27 @@ class DeltaNetHead {
 
   static FloatPair silu(FloatPair x) { return {Silu::of<float>(x.left), Silu::of<float>(x.right)}; }
 
-  /// Keeps the inputs that later steps convolve.
-  void keep_inputs() const {
-    for (int64_t token = std::max(first_, end_ - in_.width + 1); token < end_; ++token) {
-      const T* from = in_.projected + token * in_.columns();
-      T* to = recent(in_.positions[token]);
-      const auto keep = [&](int64_t channel, int64_t n) { std::copy_n(from + channel, n, to + channel); };
-      keep(head_ * in_.key_dim, in_.key_dim);
-      keep(in_.key_size() + head_ * in_.key_dim, in_.key_dim);
-      keep(2 * in_.key_size() + value_head(0) * in_.value_dim, in_.group() * in_.value_dim);
+  /// Saves the inputs that a step after the saved state convolves. Earlier steps have kept those before the first token.
+  void save_inputs() const {
+    const int64_t position = in_.positions[first_];
+    for (int64_t token = save_end_ - std::min(in_.width - 1, position + save_end_ - first_); token < save_end_; ++token) {
+      const int64_t at = position + token - first_;
+      keep(token >= first_ ? input(token) : recent(row_, at), recent(save_row_, at));
     }
+  }
+
+  /// Copies this head's channels of a token.
+  void keep(const T* from, T* to) const {
+    const auto copy = [&](int64_t channel, int64_t n) { std::copy_n(from + channel, n, to + channel); };
+    copy(head_ * in_.key_dim, in_.key_dim);
+    copy(in_.key_size() + head_ * in_.key_dim, in_.key_dim);
+    copy(2 * in_.key_size() + value_head(0) * in_.value_dim, in_.group() * in_.value_dim);
   }
 
   const DeltaNetTokens<T>& in_;
   const int64_t head_, first_, end_, row_;
+  /// The end of the tokens after which the state is saved, and its row.
+  int64_t save_end_ = 0, save_row_ = 0;
   /// [kTokens, key_stride]
   float *queries_, *keys_;
   /// [kTokens, group, value_stride]

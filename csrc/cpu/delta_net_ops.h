@@ -18,10 +18,19 @@ void check_tokens(const DeltaNetTokens<T>& in, int64_t requests, int64_t tokens,
         "starts must increase to at most ", tokens, ", got ", in.first_token(request + 1));
   for (int64_t token = 0; token < in.first_token(requests); ++token)
     TORCH_CHECK(in.positions[token] >= 0, "positions must be at least 0, got ", in.positions[token]);
+  for (int64_t request = 0; request < requests; ++request) {
+    const int64_t first = in.first_token(request), length = in.save_len(request) - in.positions[first];
+    if (in.save_len(request) == 0) continue;
+    TORCH_CHECK(
+        length > 0 && length <= in.first_token(request + 1) - first, "save_lens must be 0 or end in the new tokens, got ",
+        in.save_len(request));
+    check_indices(in.save_rows + request, 1, "save_rows", num_rows);
+  }
 }
 
 /// projected: [tokens, columns] -> [tokens, value_size]; see DeltaNetTokens. starts: the first token of each request, and
 /// the number of tokens; none: each request has one token. Requests have rows of their own, except for padding.
+/// save_lens, save_rows: see DeltaNetTokens; both or none.
 inline Tensor delta_net_op(
     const Tensor& projected,
     const Tensor& convolution,
@@ -33,6 +42,8 @@ inline Tensor delta_net_op(
     const Tensor& positions,
     const Tensor& rows,
     const optional<Tensor>& starts,
+    const optional<Tensor>& save_lens,
+    const optional<Tensor>& save_rows,
     const Tensor& recent,
     const Tensor& states) {
   const auto type = projected.scalar_type();
@@ -40,8 +51,8 @@ inline Tensor delta_net_op(
   const int64_t tokens = projected.size(0), requests = rows.size(0), num_rows = states.size(0);
   const int64_t value_heads = states.size(1), key_dim = states.size(2), value_dim = states.size(3);
   TORCH_CHECK(
-      num_key_heads > 0 && value_heads > 0 && value_heads % num_key_heads == 0, "each key head must have as many value "
-      "heads, got ", num_key_heads, " and ", value_heads);
+      num_key_heads > 0 && value_heads > 0 && value_heads % num_key_heads == 0, "the number of value heads must be a "
+      "multiple of that of key heads (", num_key_heads, "), got ", value_heads);
   const int64_t width = recent.size(1) + 1, channels = 2 * num_key_heads * key_dim + value_heads * value_dim;
   TORCH_CHECK(std::min({width - 1, key_dim, value_dim}) > 0, "heads and recent inputs must not be empty");
   check(projected, "projected", type, {tokens, channels + value_heads * value_dim + 2 * value_heads});
@@ -55,6 +66,11 @@ inline Tensor delta_net_op(
     check(*starts, "starts", at::kLong, {requests + 1});
   else
     TORCH_CHECK(tokens == requests, "without starts every request has one new token");
+  TORCH_CHECK(save_lens.has_value() == save_rows.has_value(), "save_lens and save_rows belong together");
+  if (save_lens) {
+    check(*save_lens, "save_lens", at::kLong, {requests});
+    check(*save_rows, "save_rows", at::kLong, {requests});
+  }
   check(recent, "recent", type, {num_rows, width - 1, channels});
   check(states, "states", at::kFloat, {num_rows, value_heads, key_dim, value_dim});
   const auto out = empty_result({tokens, value_heads * value_dim}, projected.options());
@@ -74,6 +90,8 @@ inline Tensor delta_net_op(
         .rows = rows.const_data_ptr<int64_t>(),
         .starts = data_or_null<int64_t>(starts),
         .positions = positions.const_data_ptr<int64_t>(),
+        .save_lens = data_or_null<int64_t>(save_lens),
+        .save_rows = data_or_null<int64_t>(save_rows),
         .recent = recent.data_ptr<scalar_t>(),
         .states = states.data_ptr<float>(),
         .out = out.data_ptr<scalar_t>(),

@@ -105,7 +105,8 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &short_convolution_op);
   m.def(
       "delta_net(Tensor projected, Tensor convolution, Tensor decay_rate, Tensor decay_bias, Tensor norm, float eps, "
-      "int num_key_heads, Tensor positions, Tensor rows, Tensor? starts, Tensor(a!) recent, Tensor(b!) states) -> Tensor",
+      "int num_key_heads, Tensor positions, Tensor rows, Tensor? starts, Tensor? save_lens, Tensor? save_rows, "
+      "Tensor(a!) recent, Tensor(b!) states) -> Tensor",
       &delta_net_op);
   m.def("gate_heads(Tensor(a!) x, Tensor gates) -> ()", &gate_heads_op);
   m.def("head_linear(Tensor x, Tensor packed, int n, int room=0) -> Tensor", &head_linear_op);

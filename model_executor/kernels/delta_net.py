@@ -6,7 +6,7 @@
 3. Each token and value head: the norm and the gate of the output.
 
 Programs of a launch come in any order. The first launch reads the inputs that earlier steps have kept. The second one
-keeps those of this step, when nobody reads them any more.
+overwrites them with those of this step, because no program reads them any more.
 """
 
 from __future__ import annotations
@@ -66,6 +66,31 @@ def _convolved(
             x = tl.where(is_kept, kept, x)
         total = tl.fma(x, weight, total)  # An explicit fma: decode steps need the same bits.
     return total * tl.sigmoid(total)
+
+
+@triton.jit
+def _keep(
+    from_ptr,
+    to_ptr,
+    head,
+    is_kept,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Copies the channels of a token: the values of a value head, and of its key head if it is the first one of it."""
+    i = tl.arange(0, BLOCK_K)
+    in_key = i < tl.where(is_kept & (head % GROUP == 0), KEY_DIM, 0)
+    for part in tl.static_range(2):
+        key = (part * KEY_HEADS + head // GROUP) * KEY_DIM + i
+        tl.store(to_ptr + key, tl.load(from_ptr + key, mask=in_key, other=0.0), mask=in_key)
+    j = tl.arange(0, BLOCK_V)
+    in_value = j < tl.where(is_kept, VALUE_DIM, 0)
+    value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+    tl.store(to_ptr + value, tl.load(from_ptr + value, mask=in_value, other=0.0), mask=in_value)
 
 
 # The inputs of a step lie in one buffer, so their alignment varies with the batch size. So does the number of requests.
@@ -140,14 +165,20 @@ def _delta_net_inputs_kernel(
         of_token = token_ptr + CHANNELS + VALUE_SIZE + value_head
         strength = tl.sigmoid(tl.load(of_token).to(tl.float32))
         decay = tl.load(of_token + HEADS).to(tl.float32) + tl.load(bias_ptr + value_head)
-        softplus = tl.where(decay > 20.0, decay, tl.log(1.0 + tl.exp(tl.minimum(decay, 20.0))))
+        # log(1 + e) of a small e, whose sum with 1 is rounded.
+        e = tl.exp(tl.minimum(decay, 20.0))
+        rounded = 1.0 + e
+        small = tl.where(rounded == 1.0, e, tl.log(rounded) * (e / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
+        softplus = tl.where(decay > 20.0, decay, small)
         decay = tl.exp(-tl.load(rate_ptr + value_head) * softplus)
         tl.store(scalars_ptr + (token * HEADS + value_head) * 2, decay)
         tl.store(scalars_ptr + (token * HEADS + value_head) * 2 + 1, strength)
 
 
 @bound
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "rows_ptr", "starts_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=["positions_ptr", "rows_ptr", "starts_ptr", "saved_lens_ptr", "saved_rows_ptr"]
+)
 def _delta_net_recurrence_kernel(
     projected_ptr,
     q_ptr,
@@ -159,6 +190,8 @@ def _delta_net_recurrence_kernel(
     positions_ptr,
     rows_ptr,
     starts_ptr,
+    saved_lens_ptr,
+    saved_rows_ptr,
     out_ptr,
     stride_t,
     KEY_HEADS: tl.constexpr,
@@ -169,6 +202,7 @@ def _delta_net_recurrence_kernel(
     HAS_STARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    HAS_SAVED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -188,9 +222,15 @@ def _delta_net_recurrence_kernel(
     j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_key = i < KEY_DIM
     in_value = j < VALUE_DIM
-    states_ptr += (row * HEADS + head) * KEY_DIM * VALUE_DIM
-    tile_ptr = states_ptr + i[:, None] * VALUE_DIM + j[None, :]
-    is_old = tl.load(positions_ptr + start) > 0
+    in_tile = i[:, None] * VALUE_DIM + j[None, :]
+    tile_ptr = states_ptr + (row * HEADS + head) * KEY_DIM * VALUE_DIM + in_tile
+    position = tl.load(positions_ptr + start)
+    is_old = position > 0
+    if HAS_SAVED:
+        saved_len = tl.load(saved_lens_ptr + request)
+        saved_row = tl.load(saved_rows_ptr + request)
+        saved_token = tl.where(saved_len > 0, start + saved_len - 1 - position, -1)
+        saved_ptr = states_ptr + (saved_row * HEADS + head) * KEY_DIM * VALUE_DIM + in_tile
     is_read = in_key[:, None] & (j < tl.where(is_old, VALUE_DIM, 0))[None, :]
     state = tl.load(tile_ptr, mask=is_read, other=0.0)
     key = head // GROUP * KEY_DIM + i
@@ -206,26 +246,39 @@ def _delta_net_recurrence_kernel(
         state = tl.fma(tl.broadcast_to(k[:, None], state.shape), tl.broadcast_to(change[None, :], state.shape), state)
         out = tl.sum(state * q[:, None], 0)
         tl.store(out_ptr + token * VALUE_SIZE + value, out, mask=in_value)
+        if HAS_SAVED:
+            is_saved = in_key[:, None] & (j < tl.where(token == saved_token, VALUE_DIM, 0))[None, :]
+            tl.store(saved_ptr, state, mask=is_saved)
     # Padding has row 0, which several programs would write.
     is_written = in_key[:, None] & (j < tl.where(row > 0, VALUE_DIM, 0))[None, :]
     tl.store(tile_ptr, state, mask=is_written)
     # One program for each key head keeps its query and key, and one for each value head its values.
-    recent_ptr += row * (WIDTH - 1) * CHANNELS
-    c = tl.arange(0, BLOCK_V)
-    channel = 2 * KEY_SIZE + head * VALUE_DIM + c
+    is_first = tl.program_id(2) == 0
+    of_row_ptr = recent_ptr + row * (WIDTH - 1) * CHANNELS
+    if HAS_SAVED:
+        of_saved_ptr = recent_ptr + saved_row * (WIDTH - 1) * CHANNELS
+        for back in tl.static_range(WIDTH - 1):
+            token = saved_token - back
+            is_saved = (saved_len > back) & is_first
+            place = tl.where(is_saved, saved_len - 1 - back, 0) % (WIDTH - 1)
+            to_ptr = of_saved_ptr + place * CHANNELS
+            _keep(
+                projected_ptr + token * stride_t, to_ptr, head, is_saved & (token >= start), KEY_HEADS, GROUP, KEY_DIM,
+                VALUE_DIM, BLOCK_K, BLOCK_V,
+            )  # fmt: skip
+            _keep(  # of an earlier step
+                of_row_ptr + place * CHANNELS, to_ptr, head, is_saved & (token < start), KEY_HEADS, GROUP, KEY_DIM,
+                VALUE_DIM, BLOCK_K, BLOCK_V,
+            )  # fmt: skip
+        tl.debug_barrier()  # before the inputs of earlier steps are overwritten
     for back in tl.static_range(WIDTH - 1):
         token = end - 1 - back
-        is_kept = (token >= start) & (row > 0) & (tl.program_id(2) == 0)
+        is_kept = (token >= start) & (row > 0) & is_first
         place = tl.load(positions_ptr + token, mask=is_kept, other=0) % (WIDTH - 1)
-        from_ptr = projected_ptr + token * stride_t
-        to_ptr = recent_ptr + place * CHANNELS
-        keeps_key = i < tl.where(is_kept & (head % GROUP == 0), KEY_DIM, 0)
-        for size in tl.static_range(2):
-            kept = tl.load(from_ptr + size * KEY_SIZE + key, mask=keeps_key, other=0.0)
-            tl.store(to_ptr + size * KEY_SIZE + key, kept, mask=keeps_key)
-        keeps_value = c < tl.where(is_kept, VALUE_DIM, 0)
-        kept = tl.load(from_ptr + channel, mask=keeps_value, other=0.0)
-        tl.store(to_ptr + channel, kept, mask=keeps_value)
+        _keep(
+            projected_ptr + token * stride_t, of_row_ptr + place * CHANNELS, head, is_kept, KEY_HEADS, GROUP, KEY_DIM,
+            VALUE_DIM, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
 
 
 @bound
@@ -263,6 +316,7 @@ def delta_net(
     positions: torch.Tensor,
     rows: torch.Tensor,
     extend_start_loc: torch.Tensor | None,
+    saved: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute the new tokens of a step, and change the states of their rows: [T, n] -> [T, heads * value_dim].
 
@@ -278,6 +332,8 @@ def delta_net(
         positions: int64 [T], contiguous, consecutive for each request
         rows: int64 [B], contiguous, row of each request, distinct except row 0 of padding
         extend_start_loc: int64 [B + 1], contiguous, the first token of each request; None: each has one token
+        saved: int64 [B] each, contiguous: the number of tokens of each request after which its state is saved, too, or
+            0, and the row that it is saved in; None: nothing is saved
     """
     num_rows, heads, key_dim, value_dim = states.shape
     num_tokens, batch, (width, channels) = len(projected), len(rows), weights.convolution.shape
@@ -288,7 +344,7 @@ def delta_net(
     assert weights.decay_rate.shape == weights.decay_bias.shape == (heads,) and weights.norm.shape == (value_dim,)
     assert recent.shape == (num_rows, width - 1, channels) and recent.dtype == projected.dtype
     assert states.dtype == torch.float32 and states.is_contiguous() and recent.is_contiguous()
-    for each in (positions, rows, *([] if extend_start_loc is None else [extend_start_loc])):
+    for each in (positions, rows, *([] if extend_start_loc is None else [extend_start_loc]), *(saved or ())):
         assert each.dtype == torch.int64 and each.is_contiguous()
     assert num_tokens == batch if extend_start_loc is None else len(extend_start_loc) == batch + 1
     out = torch.empty((num_tokens, value_size), dtype=projected.dtype, device=projected.device)
@@ -317,8 +373,8 @@ def delta_net(
         v, scalars, projected.stride(0), key_dim**-0.5, _L2_EPS, batch, **sizes, num_warps=1,
     )  # fmt: skip
     _delta_net_recurrence_kernel[(batch, heads, cdiv(value_dim, _COLUMNS))](
-        projected, q, k, v, scalars, recent, states, positions, rows, starts, x, projected.stride(0), **sizes,
-        COLUMNS=_COLUMNS, num_warps=4,
+        projected, q, k, v, scalars, recent, states, positions, rows, starts, *(saved or (rows, rows)), x,
+        projected.stride(0), **sizes, HAS_SAVED=saved is not None, COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
     _delta_net_outputs_kernel[(num_tokens, heads)](
         x, projected[:, channels:], weights.norm, out, projected.stride(0), eps, HEADS=heads, VALUE_DIM=value_dim,

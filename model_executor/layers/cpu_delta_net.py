@@ -14,8 +14,9 @@ class CpuDeltaNet(DeltaNet):
     """`DeltaNet` in one operation. A token has the same bits in any batch and chunk."""
 
     def __call__(self, projected: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
+        saved_lens, saved_rows = batch.saved_states or (None, None)
         return torch.ops.tercet_cpu.delta_net(
             projected, self._convolution, self._decay_rate, self._decay_bias, self._norm, self._eps,
-            self._sizes.num_key_heads, batch.positions, batch.rows, batch.extend_start_loc, self._states.recent,
-            self._states.matrices,
+            self._sizes.num_key_heads, batch.positions, batch.rows, batch.extend_start_loc, saved_lens, saved_rows,
+            self._states.recent, self._states.matrices,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from torch.nn.functional import silu, softplus
 
 from ...srt.model_files.delta_net_config import DeltaNetConfig
 from ..forward_batch import ForwardBatch
-from ..row_states import LayerStates
+from ..row_states import LayerStates, copy_states
 
 _L2_EPS = 1e-6
 """of the norms of queries and keys"""
@@ -63,6 +63,10 @@ class DeltaNet:
             longer = (lens > index).nonzero().flatten().to(projected.device)
             tokens = starts[longer] + index
             out[tokens] = self._advance(projected[tokens], batch.rows[longer], batch.positions[tokens])
+            if batch.saved_states is not None:
+                is_saved = batch.saved_states.lens[longer] == batch.positions[tokens] + 1
+                saved = longer[is_saved]
+                copy_states([self._states], batch.rows[saved], batch.saved_states.rows[saved])
         return out
 
     def _advance(self, projected: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,7 @@ class TritonDeltaNet(DeltaNet):
         weights = Recurrence(self._convolution, self._decay_rate, self._decay_bias, self._norm)
         return delta_net(
             projected, weights, self._eps, self._sizes.num_key_heads, self._states.recent, self._states.matrices,
-            batch.positions, batch.rows, batch.extend_start_loc,
+            batch.positions, batch.rows, batch.extend_start_loc, batch.saved_states,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_ops import DTYPES, assert_close
-from delta_net_cases import EPS, DeltaNetCase
+from delta_net_cases import EPS, DeltaNetCase, check_saved_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +58,31 @@ def test_any_steps_have_the_bits_of_whole_prompts(
     torch.testing.assert_close(states.matrices[rows], by_torch.matrices[rows], rtol=1e-4, atol=1e-4)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    layer=st.sampled_from([CpuDeltaNet, DeltaNet]),
+    dtype=st.sampled_from(DTYPES),
+    heads=st.sampled_from([(1, 1), (2, 6)]),
+    dims=st.sampled_from([(3, 5), (20, 33), (16, 96)]),
+    width=st.integers(2, 5),
+    lens=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+)
+def test_states_are_saved_after_any_token(
+    seed: int,
+    layer: type[DeltaNet],
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    width: int,
+    lens: list[int],
+) -> None:
+    case = DeltaNetCase(seed, dtype, DeltaNetConfig((0,), *heads, *dims, width), lens)
+    if layer is DeltaNet:  # whose products have the same bits only in equal batches
+        case = DeltaNetCase(seed, dtype, DeltaNetConfig((0,), *heads, *dims, width), lens[:1])
+    check_saved_states(case, lambda states: layer(case.sizes, states, case.weights, EPS), seed, longest=70)
+
+
 @pytest.mark.parametrize("length", [31, 32, 33, 70])
 def test_a_prompt_of_several_blocks_of_tokens(length: int) -> None:
     case = DeltaNetCase(1, torch.float32, DeltaNetConfig((0,), 2, 4, 128, 128, 4), [length, 3])
@@ -89,6 +114,8 @@ class _Arguments:
             "positions": torch.zeros(4, dtype=torch.int64),
             "rows": self.case.rows.clone(),
             "starts": None,
+            "save_lens": None,
+            "save_rows": None,
             "recent": self.states.recent,
             "states": self.states.matrices,
         }
@@ -123,7 +150,12 @@ def test_a_recorded_step_of_fewer_requests(arguments: _Arguments) -> None:
         ({"starts": torch.tensor([1, 2, 3, 3, 4])}, "starts must begin with 0"),
         ({"starts": torch.tensor([0, 2, 2, 3, 4])}, "starts must increase"),
         ({"starts": torch.tensor([0, 1, 2, 3, 5])}, "starts must increase to at most 4"),
-        ({"num_key_heads": 3}, "each key head must have as many value heads"),
+        ({"num_key_heads": 3}, r"must be a multiple of that of key heads \(3\), got 4"),
+        ({"save_lens": torch.tensor([0, 0, 1, 0])}, "save_lens and save_rows belong together"),
+        ({"save_lens": torch.tensor([0, 0, 2, 0]), "save_rows": torch.zeros(4, dtype=torch.int64)}, "end in the new"),
+        ({"save_lens": torch.tensor([0, -1, 1, 0]), "save_rows": torch.zeros(4, dtype=torch.int64)}, "end in the new"),
+        ({"save_lens": torch.tensor([0, 0, 1, 0]), "save_rows": torch.tensor([9, 9, 7, 9])}, "save_rows must be in"),
+        ({"save_lens": torch.ones(3).long(), "save_rows": torch.ones(4).long()}, "save_lens must have shape"),
         ({"norm": torch.ones(15)}, "norm must have shape"),
         ({"rows": torch.tensor([1, 2, 3])}, "every request has one new token"),
     ],

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from delta_net_cases import EPS, DeltaNetCase
+from delta_net_cases import EPS, DeltaNetCase, check_saved_states
 from fused_cases import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,3 +42,16 @@ def test_any_steps_have_the_bits_of_whole_prompts(seed, dtype, heads, dims, widt
     for found, whole, of_torch in zip(states, wholes, expected, strict=True):
         assert same_bits(found[rows], whole[rows]) and found[others].isnan().all()
         torch.testing.assert_close(whole[rows], of_torch[rows], rtol=2e-4, atol=2e-4, equal_nan=True)
+
+
+@settings(max_examples=examples(15))
+@given(
+    seed=st.integers(0, 2**31),
+    heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
+    dims=st.sampled_from([(3, 5), (8, 40)]),
+    width=st.integers(2, 4),
+    lens=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+)
+def test_states_are_saved_after_any_token(seed, heads, dims, width, lens) -> None:
+    case = DeltaNetCase(seed, torch.float32, DeltaNetConfig((0,), *heads, *dims, width), lens)
+    check_saved_states(case, lambda states: TritonDeltaNet(case.sizes, states, case.weights, EPS), seed)
