@@ -25,6 +25,7 @@ from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..srt.arrays import Int32Array
 from ..srt.request_options import RequestOptions
 from .kv_tiers import KVTiers
+from .prefix_states import PrefixStates
 from .req import Req
 
 
@@ -37,12 +38,14 @@ class KVCacheManager:
         allocator: BaseAllocator,
         cache: BasePrefixCache,
         tiers: KVTiers | None = None,
+        states: PrefixStates | None = None,
     ) -> None:
-        """`tiers`: what is below the KV pool, if anything."""
+        """`tiers`: what is below the KV pool, if anything. `states`: of recurrent layers, in the cache `cache`."""
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
         self.cache = cache
         self.tiers = tiers
+        self.states = states
         self.page_size = allocator.page_size
         self._events: BlockEvents | None = None
         self._table = req_to_token_pool.req_to_token
@@ -129,6 +132,8 @@ class KVCacheManager:
         if self.tiers is not None:
             self._load(req, self.tiers)
             req.matched_len = req.kv_len
+        if self.states is not None:
+            self.states.admit(req, match.node)
         if req.cached_tokens is None:
             req.cached_tokens = min(req.kv_len, len(req.prompt_ids))
             req.reused_len = num_cached
@@ -230,16 +235,18 @@ class KVCacheManager:
         if result is None or result.taken_len <= req.locked_len:
             return
         if result.duplicate_len > req.locked_len:
-            known = self.cache.match(tokens[: result.duplicate_len], req.namespace).slots
+            known = self.cache.cached_slots(tokens[: result.duplicate_len], req.namespace)
             self.req_to_token_pool.write(req.row, req.locked_len, known[req.locked_len :])
         self.cache.move_lock(req.node, result.node)
         req.node = result.node
         req.locked_len = result.taken_len
 
     def release(self, req: Req) -> None:
-        """Takes the row and all slots from the request. The cache keeps the whole pages of its KV."""
+        """Takes the row and all slots from the request. The cache keeps the whole pages of KV that others can use."""
         assert req.node is not None
         tokens = req.token_ids()
+        if self.states is not None:
+            self.states.save_last(req)
         result = self._insert(req, tokens[: req.kv_len])
         if self.tiers is not None:  # now, so that readers of KV events know each block before those that follow it
             self.tiers.save(req, tokens, self._table[req.row])
@@ -248,7 +255,7 @@ class KVCacheManager:
         self.cache.unlock(req.node)
         self.req_to_token_pool.free(req.row)
         req.row = req.kv_len = req.locked_len = 0
-        req.node = None
+        req.node = req.states = None
 
     def freed_by_release(self, reqs: Sequence[Req]) -> Iterator[int]:
         """Tokens by which `num_available` would grow with the release of each request in turn. Has no effect.
@@ -276,13 +283,19 @@ class KVCacheManager:
         """
         assert req.node is not None
         if self.cache.is_discarded(req.node):
+            if self.states is not None:
+                self.states.on_shared(req, None)
             return None
+        if self.states is not None:
+            tokens = tokens[: self.states.shareable_len(req)]
         if self._events is not None:
             self._events.session_id = req.options.session_id
         slots = self._table[req.row, : len(tokens)]
         result = self.cache.insert(tokens, slots, req.namespace)
         if result.duplicate_len > req.locked_len:
             self.allocator.free(slots[req.locked_len : result.duplicate_len])
+        if self.states is not None:
+            self.states.on_shared(req, result.node)
         return result
 
     # Lower tiers
@@ -326,6 +339,8 @@ class KVCacheManager:
         """
         if self.tiers is not None:
             self.tiers.clear()
+        if self.states is not None:
+            self.states.clear()
         self.cache.reset()
         self.allocator.clear()
         self.req_to_token_pool.clear()
@@ -354,6 +369,8 @@ class KVCacheManager:
             raise AssertionError(f"{total} tokens accounted for, of {size}")
         if self.req_to_token_pool.num_free + len(reqs) != num_rows:
             raise AssertionError(f"{self.req_to_token_pool.num_free} rows free and {len(reqs)} held, of {num_rows}")
+        if self.states is not None:
+            self.states.check_sums(reqs)
 
     def audit_slices(self, reqs: Sequence[Req]) -> Iterator[None]:
         """Checks that every slot and every host block has exactly one owner. `reqs`: all requests with a row. O(pool).

@@ -19,7 +19,7 @@ from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, TokenOut, ToS
 from ..srt.logprobs import LogprobOptions, sglang_lists
 from ..srt.model_files.load_config import load_model_config
 from ..srt.model_files.lora_limits import with_lora_limits
-from ..srt.model_files.recurrence_limits import with_model_limits
+from ..srt.model_files.recurrence_limits import check_recurrence
 from ..srt.plain_values import check_in_json, converted, plain_value
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
@@ -104,7 +104,8 @@ class LocalEngine:
         given = engine_settings(model_path, server_args, settings, refused=refused)
         given = with_lora_limits(given).with_seed()
         self.model_config = load_model_config(given.model_path, given.load_format)
-        self.server_args = with_model_limits(given, self.model_config)
+        check_recurrence(given, self.model_config)
+        self.server_args = given
         self.tokenizer = tokenizer_of(self.server_args)
         """None with `skip_tokenizer_init`; prompts must be token ids then."""
         self.runner = load_runner(resolve_settings(self.server_args, self.model_config), self.model_config)

@@ -97,14 +97,13 @@ class PrefillAdder:
         """Tokens of prompts that end in this step."""
         self._chunk: int | None = None
         """The place in `extends` of the chunk that does not end its prompt."""
-        self._shared_soon: set[tuple[str, bytes]] = set()
-        """Prefixes that are not in the cache yet, and will be soon (`_next_prefix`)."""
+        self._shared_soon = _SharedSoon(kv)
         self._unfinished = sorted(unfinished, key=_turn_of)
         """Those that are not in the step, highest priority and then shortest first."""
         for req in unfinished:
             self._reserve(req)
         if self._unfinished:
-            self._announce_prefix(self._unfinished[0])
+            self._shared_soon.announce(self._unfinished[0])
 
     @property
     def num_left(self) -> int:
@@ -149,7 +148,7 @@ class PrefillAdder:
         start = self._kv.reusable_end(req, num_cached)
         num_new = req.num_tokens - start
         self._end_shorter(req.urgency, num_new)
-        if _next_prefix(self._kv, req, num_cached, req.reusable_len) in self._shared_soon:
+        if self._shared_soon.has_more_of(req, num_cached):
             return _Verdict.SKIPPED
         match = self._kv.match(req)
         length = num_new
@@ -227,13 +226,6 @@ class PrefillAdder:
         """Reserves memory for all new tokens of a request, which other requests leave free."""
         self._expected += self._kv.growth(req.kv_len, req.num_tokens) + expected_growth(req)
 
-    def _announce_prefix(self, req: Req) -> None:
-        """Records the next tokens of a request, so that other requests with this prefix wait for them, if that saves
-        enough."""
-        prefix = _next_prefix(self._kv, req, req.locked_len, req.num_tokens)
-        if prefix is not None:
-            self._shared_soon.add(prefix)
-
     def _take(self, req: Req, length: int) -> None:
         """Puts the next `length` tokens of a request into the step."""
         extend = Extend(req, req.kv_len, req.kv_len + length)
@@ -243,7 +235,7 @@ class PrefillAdder:
             assert self._chunk is None
             self._chunk = len(self.extends)
         self.extends.append(extend)
-        self._announce_prefix(req)
+        self._shared_soon.announce(req)
         self._charge(extend)
         self._engine_empty = False
 
@@ -292,22 +284,42 @@ def awaits_prefix(kv: KVCacheManager, req: Req, unfinished: Collection[Req]) -> 
     """Whether a waiting request skips the step, because an unfinished prompt goes on with its prefix."""
     if not unfinished:
         return False
-    prefix = _next_prefix(kv, req, kv.device_match_len(req), req.reusable_len)
-    first = min(unfinished, key=_turn_of)
-    return prefix is not None and prefix == _next_prefix(kv, first, first.locked_len, first.num_tokens)
+    soon = _SharedSoon(kv)
+    soon.announce(min(unfinished, key=_turn_of))
+    return soon.has_more_of(req, kv.device_match_len(req))
 
 
-def _next_prefix(kv: KVCacheManager, req: Req, num_cached: int, num_tokens: int) -> tuple[str, bytes] | None:
-    """The shortest prefix that is worth waiting a step for: the cached tokens and SHARE_LEN more.
+class _SharedSoon:
+    """Prefixes that are not in the cache yet, and will be soon. Requests that begin with one wait a step for it.
 
-    None if it is longer than `num_tokens`. If two requests of a pass have the same prefix, the second one finds it in
-    the cache after the first one's step. It is enough to compare this one length: if two requests have more tokens in
-    common than are cached of one of them, then equally many are cached of both.
+    Such a prefix has the cached tokens of a request and SHARE_LEN more. It is enough to compare this one length: if two
+    requests have more tokens in common than are cached of one of them, then equally many are cached of both. With
+    recurrent layers, it ends where a state will be saved.
     """
-    end = num_cached + kv.growth(0, SHARE_LEN)
-    if end > num_tokens or not kv.cache.shares:
-        return None
-    return req.namespace, req.token_ids()[:end].tobytes()
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._share_len = kv.growth(0, SHARE_LEN)
+        self._prefixes: set[tuple[str, bytes]] = set()
+        self._lens: set[int] = set()
+
+    def announce(self, req: Req) -> None:
+        """The next tokens of this request are computed in the step."""
+        states = self._kv.states
+        end = req.locked_len + self._share_len if states is None else states.next_saved_len(req)
+        if self._kv.cache.shares and 0 < end <= req.num_tokens:
+            self._prefixes.add((req.namespace, req.token_ids()[:end].tobytes()))
+            self._lens.add(end)
+
+    def has_more_of(self, req: Req, num_cached: int) -> bool:
+        """Whether a waiting request will find more than the `num_cached` tokens that the cache has of it."""
+        if not self._prefixes:
+            return False
+        lens = [num_cached + self._share_len] if self._kv.states is None else self._lens
+        tokens, longest = req.token_ids(), req.reusable_len
+        return any(
+            num_cached < end <= longest and (req.namespace, tokens[:end].tobytes()) in self._prefixes for end in lens
+        )
 
 
 def _turn_of(req: Req) -> tuple[int, int, tuple[int, int]]:

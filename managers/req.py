@@ -27,6 +27,7 @@ from .grammar import GrammarState
 from .req_hidden import ReqHidden
 from .req_logprobs import ReqLogprobs
 from .req_pooling import ReqPooling
+from .req_states import ReqStates
 from .req_tiers import ReqTiers
 from .text_stream import StopChecker
 
@@ -90,6 +91,7 @@ class Req:
         "rid",
         "row",
         "stage",
+        "states",
         "stop_checker",
         "stop_ids",
         "storage_tokens",
@@ -192,6 +194,8 @@ class Req:
         self.locked_len = 0
         self.node: CacheNode | None = None
         """The end of its locked prefix; None while it has no row."""
+        self.states: ReqStates | None = None
+        """Its saved states. Only PrefixStates changes it. None: it has no row, or the model has no recurrent layers."""
         self.lookup: tuple[Lookup, int] | None = None
         """While it waits: what the prefix cache had of it, and the number of its output tokens then. None: unknown."""
         self.reused_len = 0

@@ -72,6 +72,8 @@ def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
     """A decode step of one token for each request. They have room (`kv.has_room_for_decode`)."""
     rows = np.fromiter((req.row for req in reqs), np.int32, len(reqs))
     kv_lens = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
+    if kv.states is not None:
+        kv.states.save_decoding(reqs, kv_lens)
     slots = kv.decode(rows, kv_lens)
     for req in reqs:
         req.kv_len += 1
@@ -81,6 +83,7 @@ def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
         seq_lens=kv_lens + 1,
         out_cache_loc=slots,
         table_updates=kv.req_to_token_pool.take_updates(),
+        state_copies=None if kv.states is None else kv.states.take_copies(),
         kv_copies=_take_copies(kv),
     )
     return ScheduleBatch(inputs, reqs, reqs, 0, num_decodes=len(reqs), sampled_lens=inputs.seq_lens)
@@ -121,6 +124,10 @@ def build_extend(
     starts = _int32([extend.start for extend in extends] + [req.kv_len for req in decodes])
     ends = _int32([extend.end for extend in extends] + decode_ends)
     first_time = [extend.req.stage is Stage.WAITING for extend in extends]
+    state_saves = None
+    if kv.states is not None:
+        kv.states.save_decoding(decodes, starts[len(extends) :])
+        state_saves = kv.states.plan_saves(extends, len(reqs))
     slots = kv.extend(reqs, ends)
     assert slots is not None, "an extend step was planned without room"
     ids = [extend.req.token_ids()[extend.start : extend.end] for extend in extends]
@@ -141,6 +148,8 @@ def build_extend(
         sampled=np.array(sampled, dtype=np.bool_),
         num_drafts=num_drafts,
         table_updates=kv.req_to_token_pool.take_updates(),
+        state_saves=state_saves,
+        state_copies=None if kv.states is None else kv.states.take_copies(),
         kv_copies=_take_copies(kv),
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
         prompt_scores=scores,

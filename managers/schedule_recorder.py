@@ -91,6 +91,7 @@ class ScheduleRecorder:
             vocab_size=config.vocab_size,
             is_asynchronous=runner.is_asynchronous,
             equal_cost_depth=equal_cost_depth(config),
+            max_saved_states=limits.max_saved_states,
         )
         try:
             self._file = ScheduleFile(path, start, may_begin_later=is_restart)

@@ -18,6 +18,7 @@ from ..mem_cache.evict_policy import equal_cost_depth
 from ..mem_cache.kv_files import MAX_OVERHEAD_BYTES, KVFiles
 from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
+from ..mem_cache.recurrent_cache import RecurrentCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..model_executor.device.inference_mode import inference_mode
 from ..model_executor.device.step_profiler import StepProfiler
@@ -51,6 +52,7 @@ from .kv_event_publisher import KVEventPublisher
 from .kv_tiers import KVTiers
 from .ngram_proposer import make_proposer
 from .planner import PlanLimits, Planner
+from .prefix_states import PrefixStates
 from .req_factory import ReqFactory
 from .request_queues import RequestQueues
 from .schedule_recorder import ScheduleRecorder, SchedulerEnds
@@ -185,9 +187,9 @@ def build_scheduler(
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     cost_depth = cost_depth or equal_cost_depth(model_config)
-    is_recurrent = model_config.delta_net is not None
-    allocator, cache = _memory(server_args, cost_depth, runner, clock, is_recurrent=is_recurrent)
-    kv = KVCacheManager(rows, allocator, cache, tiers)
+    allocator, cache = _memory(server_args, cost_depth, runner, clock)
+    states = PrefixStates(cache) if isinstance(cache, RecurrentCache) else None
+    kv = KVCacheManager(rows, allocator, cache, tiers, states)
     queues = RequestQueues(server_args.max_queued_requests)
     adapters = Adapters(runner, server_args.max_loras or 0, queues, io)
     adapters.begin(server_args.adapter_paths, is_restart=is_restart)
@@ -289,16 +291,18 @@ def _memory(
     cost_depth: float,
     runner: EngineRunner,
     clock: Callable[[], float],
-    *,
-    is_recurrent: bool,
 ) -> tuple[BaseAllocator, BasePrefixCache]:
-    page_size = runner.settings.page_size
-    allocator = make_allocator(runner.max_total_num_tokens, page_size)
-    if server_args.disable_radix_cache or is_recurrent:
-        return allocator, ChunkCache(page_size)
-    return allocator, RadixCache(
+    settings = runner.settings
+    allocator = make_allocator(runner.max_total_num_tokens, settings.page_size)
+    if server_args.disable_radix_cache:
+        return allocator, ChunkCache(settings.page_size)
+    make_cache: Callable[..., RadixCache] = RadixCache
+    if settings.max_saved_states is not None:  # their rows follow those of requests
+        first = settings.max_running_requests + 1
+        make_cache = partial(RecurrentCache, rows=range(first, first + settings.max_saved_states))
+    return allocator, make_cache(
         allocator,
-        page_size,
+        settings.page_size,
         server_args.radix_eviction_policy,
         equal_cost_depth=cost_depth,
         max_retained_share=server_args.max_retained_share,

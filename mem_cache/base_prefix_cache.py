@@ -80,6 +80,10 @@ class BasePrefixCache(ABC):
     def match(self, tokens: Int32Array, namespace: str = "") -> MatchResult:
         """Find the longest cached prefix of tokens: int32 [n]. Counts as an access. The cache still owns the slots."""
 
+    def cached_slots(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
+        """The slots of tokens that are all in the cache: int32 [n]. Counts as an access."""
+        return self.match(tokens, namespace).slots
+
     @abstractmethod
     def look_up(self, tokens: Int32Array, namespace: str = "", earlier: Lookup | None = None) -> Lookup:
         """The number of slots that `match` would return. Has no effect on the cache; the queue is ordered by it.

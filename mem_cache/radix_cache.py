@@ -274,7 +274,7 @@ class RadixCache(BasePrefixCache):
             if self.retentions is not None:
                 self.retentions.shorten(leaf, kept)
             if kept:
-                leaf.shorten(kept)
+                self._shorten_leaf(leaf, kept)
                 heapq.heappush(self._heap, (self._policy(leaf), ticket, leaf))
             else:
                 self._remove_leaf(leaf)
@@ -283,6 +283,9 @@ class RadixCache(BasePrefixCache):
             self.evictable_size -= num_freed
             self._allocator.free(np.concatenate(freed))
         return num_freed
+
+    def _shorten_leaf(self, leaf: RadixNode, kept: int) -> None:
+        leaf.shorten(kept)
 
     def _remove_leaf(self, leaf: RadixNode) -> None:
         self._unlink(leaf)
@@ -304,8 +307,7 @@ class RadixCache(BasePrefixCache):
         elif parent.lock_count == 0:
             self._push(parent)
 
-    @staticmethod
-    def _clear_node(node: RadixNode) -> Int32Array:
+    def _clear_node(self, node: RadixNode) -> Int32Array:
         """Invalidate a node that is no longer in the tree. Returns its slots."""
         slots = node.slots
         # Void heap entries may keep the node in memory for a while. They must not keep its arrays.

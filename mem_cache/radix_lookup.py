@@ -22,7 +22,7 @@ class RadixLookup(Lookup):
     split, when its end is evicted, and when the node is removed. What a node does not show, `RadixCache.num_cuts` does.
     """
 
-    __slots__ = ("_cache", "_edge_len", "_next_key", "_node", "_num_cuts", "length")
+    __slots__ = ("_cache", "_edge_len", "_next_key", "_num_cuts", "length", "node")
 
     def __init__(self, cache: RadixCache, length: int, node: RadixNode, next_key: bytes | None) -> None:
         """`node`: the last one that matches, whole or in part. `next_key`: of the child that would continue the prefix;
@@ -30,16 +30,16 @@ class RadixLookup(Lookup):
         self.length = length
         self._cache = cache
         self._num_cuts = cache.num_cuts
-        self._node = node
+        self.node = node
         self._edge_len = len(node.tokens)
         self._next_key = next_key
 
     def is_current(self) -> bool:
-        return self._next_key not in self._node.children and self._is_in_tree()
+        return self._next_key not in self.node.children and self._is_in_tree()
 
     def _is_in_tree(self) -> bool:
         """Whether the prefix is in the tree and the edge of its last node is as it was."""
-        return len(self._node.tokens) == self._edge_len and self._num_cuts == self._cache.num_cuts
+        return len(self.node.tokens) == self._edge_len and self._num_cuts == self._cache.num_cuts
 
     def end(self) -> tuple[RadixNode, int] | None:
         """The node at whose end the prefix ends, and its length. Another look-up of the same tokens may begin there.
@@ -47,7 +47,7 @@ class RadixLookup(Lookup):
         None if the prefix is empty, cannot grow there, or may have left the tree.
         """
         if self.length and self._next_key is not None and self._is_in_tree():
-            return self._node, self.length
+            return self.node, self.length
         return None
 
 

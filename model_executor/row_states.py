@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..mem_cache.token_to_kv_pool import zeros
+from ..srt.arrays import Int32Array
 from ..srt.model_files.delta_net_config import DeltaNetConfig
 
 
@@ -46,10 +49,24 @@ def make_row_states(
 
 
 def copy_states(states: Iterable[LayerStates], sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy rows of all layers to others. `sources`, `targets`: int64 [n]; no row is in both."""
+    """Copy rows of all layers to others. All are read before one is written. `sources`, `targets`: int64 [n]."""
     for layer in states:
         for tensor in layer:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+
+def independent_copies(
+    sources: Int32Array, targets: Int32Array
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Divide copies of rows, which are made one after another, into groups that may be made at once."""
+    start = 0
+    written: set[int] = set()
+    for index, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
+        if source in written or target in written:
+            yield sources[start:index].astype(np.int64), targets[start:index].astype(np.int64)
+            start, written = index, set()
+        written.add(target)
+    yield sources[start:].astype(np.int64), targets[start:].astype(np.int64)
 
 
 def state_bytes(sizes: DeltaNetConfig, dtype_bytes: int) -> int:

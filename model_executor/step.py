@@ -38,6 +38,8 @@ __all__ = [
     "NewRow",
     "PromptScore",
     "Runner",
+    "StateCopies",
+    "StateSaves",
     "StepInputs",
     "StepOutput",
     "TableUpdate",
@@ -134,6 +136,26 @@ class KVCopies:
     """[M], the page of the pool that each is copied to."""
 
 
+@dataclass(slots=True, frozen=True)
+class StateCopies:
+    """Copies of states of recurrent layers. The runner makes them one after another before the forward pass."""
+
+    sources: Int32Array
+    """[N], rows of LayerStates"""
+    targets: Int32Array
+    """[N], the row that each is copied to"""
+
+
+@dataclass(slots=True, frozen=True)
+class StateSaves:
+    """The states of recurrent layers that an EXTEND step saves while it computes its tokens."""
+
+    lens: Int32Array
+    """[B], the number of tokens of each row after which its state is saved, within those of the step; 0: it is not"""
+    rows: Int32Array
+    """[B], the row of LayerStates that each is saved in"""
+
+
 class Choices(NamedTuple):
     """The N tokens of a step after which a token is chosen: the last known one of each sampled row, and each draft."""
 
@@ -180,7 +202,11 @@ class StepInputs:
     num_drafts: Int32Array | None = None
     """[B], how many of the last new tokens of each row are drafts, which the step verifies. All rows are sampled, and
     have at least one token before the drafts. None: the step has no drafts."""
+    state_saves: StateSaves | None = None
+    """Only for a model with recurrent layers."""
     # For both modes.
+    state_copies: StateCopies | None = None
+    """Only for a model with recurrent layers."""
     kv_copies: KVCopies | None = None
     """Copies between the KV pool and host memory. A step with copies may have no rows: a DECODE step with B = 0."""
 

@@ -42,7 +42,7 @@ from tercet.model_executor.kernels import (  # noqa: E402
     skinny_linear,
     tuning,
 )
-from tercet.model_executor.runner import settings  # noqa: E402
+from tercet.model_executor.runner import kernel_flags  # noqa: E402
 
 _FUSED, _DEPENDENT = "+fused", "+dependent"
 """Endings of a model: its server has --fuse-small-steps; it has --dependent-launch, too."""
@@ -101,7 +101,7 @@ def as_if_on(arch: str, num_multiprocessors: int, patch: pytest.MonkeyPatch) -> 
             inner.setattr(module, "arch_of", lambda device: arch)
         for module in (tuning, extend_attention, decode_attention, hopper_extend):
             inner.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
-        inner.setattr(settings, "_nvidia_capability", lambda device: (9, 0))
+        inner.setattr(kernel_flags, "_nvidia_capability", lambda device: (9, 0))
         yield
 
 

@@ -66,6 +66,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """Of the eviction policy `value`. None: the recording is older."""
     follows_gap: bool = False
     """Records before this file are missing, because the disk had failed."""
+    max_saved_states: int | None = None
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True, tag="arrival"):

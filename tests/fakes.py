@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from fake_states import FakeStates
 
 from tercet.model_executor.step import (
     FROM_DEVICE,
@@ -219,6 +220,8 @@ class FakeRunner:
         self._kv_position = np.full(pool_size + page_size, -1, dtype=np.int64)
         self.host = np.full((num_host_pages, 3, page_size), -7, dtype=np.int64)
         """The host's KV memory: tokens, positions, and whether they are NaN, of each page."""
+        self.states: FakeStates | None = None
+        """None: it has no recurrent layers."""
         self._future = np.full(table_shape[0], -1, dtype=np.int64)
         self._seed = np.zeros(table_shape[0], dtype=np.int64)
         self._wishes: dict[int, LogprobOptions | None] = {}
@@ -260,6 +263,8 @@ class FakeRunner:
             self.is_nan[slots] = before | np.logical_or.accumulate(ids == self.poison)
             offset += length
             work.append((row, seq_len, num_drafts))
+        if self.states is not None:
+            self.states.run(step, lens, lambda row, end: self._kv_token[self._table[row, :end]])
         rows, places = [], []
         logprobs = {}
         for (row, seq_len, num_drafts), is_wanted in zip(work, wanted.tolist(), strict=True):

@@ -48,6 +48,7 @@ TESTED_IN = {
     "managers.proposer": "managers/test_drafts.py",
     "managers.req": "managers/test_batch_result.py",
     "managers.req_factory": "managers/test_scheduler.py",
+    "managers.req_states": "managers/test_prefix_states.py",
     "managers.schedule_batch": "managers/test_batch_result.py",
     "managers.calls": "managers/test_tokenizer_manager.py",
     "managers.scheduler_io": "managers/test_scheduler.py",

@@ -35,6 +35,7 @@ class Limits:
     page_size: int
     context_len: int = 256
     max_running_requests: int = 6
+    max_saved_states: int | None = None
     max_prefill_tokens: int = 64
     chunked_prefill_size: int = 48
 

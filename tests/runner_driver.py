@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tercet.model_executor.step import FROM_DEVICE, ForwardMode, NewRow, StepInputs
+from tercet.model_executor.step import (
+    FROM_DEVICE,
+    ForwardMode,
+    NewRow,
+    StateCopies,
+    StateSaves,
+    StepInputs,
+    TableUpdate,
+)
 from tercet.srt.sampling_params import SamplingParams
 
 
@@ -26,6 +34,8 @@ class RunnerDriver:
         self.free = np.random.default_rng(seed).permutation(pages)
         self.lens = {}
         self.logits = []
+        self._updates = []
+        self._copies = []
         self._sample = runner.sampler.sample
         runner.sampler.sample = self._record
         runner.sampler.takes_most_probable = lambda *_: False  # greedy steps may compute tokens without logits
@@ -60,8 +70,18 @@ class RunnerDriver:
         self.lens[row] = end
         return self.table[row, start:end].copy()
 
-    def extend(self, chunks, sampled=None, new_rows=(), num_drafts=None):
-        """Runs an extend step. Returns its tokens.
+    def share(self, row, other, length):
+        """A new request in `row` continues the first `length` tokens of another."""
+        self.table[row, :length] = self.table[other, :length]
+        self._updates.append(TableUpdate(row, 0, self.table[row, :length].copy()))
+        self.lens[row] = length
+
+    def copy_state(self, source, target):
+        """Copies the state of a row before the next step."""
+        self._copies.append((source, target))
+
+    def extend(self, chunks, sampled=None, new_rows=(), num_drafts=None, saves=None):
+        """Runs an extend step. Returns its tokens. `saves`: the length and the row of each state to save, by row.
 
         `chunks`: {row: token ids, or None for the row's newest token on the device}. `num_drafts`: how many of the last
         tokens of each are drafts.
@@ -79,6 +99,7 @@ class RunnerDriver:
             input_ids=np.concatenate(ids),
             sampled=np.ones(len(rows), bool) if sampled is None else np.array(sampled),
             num_drafts=None if num_drafts is None else np.array(num_drafts, np.int32),
+            state_saves=None if saves is None else StateSaves(*_columns([saves[row] for row in chunks])),
         )
         return self._run(step)
 
@@ -98,6 +119,10 @@ class RunnerDriver:
         return self._run(step)
 
     def _run(self, step):
+        step.table_updates, self._updates = self._updates, []
+        if self._copies:
+            step.state_copies = StateCopies(*_columns(self._copies))
+            self._copies = []
         launched = self.runner.launch(step)
         launched.sample(None if self.masks is None else self.masks(step.num_choices))
         return launched.wait().tokens
@@ -134,3 +159,8 @@ def short_logits(runner):
 
 def relative_error(actual, expected):
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def _columns(pairs):
+    """The first and the second numbers of pairs, int32 [n] each."""
+    return np.array(pairs, np.int32).T.copy()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from counting_runner import CountingRunner
 from fake_proposers import FakeProposer
+from fake_states import FakeStates
 from fake_trace import FakeTrace
 from hash_grammar import HashGrammars, hashed_vocabulary
 from kv_makers import make_tiers
@@ -20,6 +21,7 @@ from tercet.managers.explained_planner import ExplainedPlanner
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.planner import PlanLimits, Planner
+from tercet.managers.prefix_states import PrefixStates
 from tercet.managers.profiling import StartTrace
 from tercet.managers.proposer import Proposer
 from tercet.managers.req_factory import ReqFactory
@@ -33,6 +35,7 @@ from tercet.managers.weight_updates import LoadWeights
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.recurrent_cache import RecurrentCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
 from tercet.model_executor.step import Runner
 from tercet.srt.adapters import AdapterRef
@@ -113,21 +116,31 @@ class Rig:
         load_weights: LoadWeights | None = None,
         max_retained_share: float = 0.5,
         max_loras: int = 0,
+        saved_states: int | None = None,
+        min_gain: int = 1,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
         `proposer`. `make_runner`: makes the runner; a CountingRunner by default. `host_blocks`: blocks of `block_pages`
-        pages in host memory; 0: no tiers. `storage`: the folder of KV files."""
+        pages in host memory; 0: no tiers. `storage`: the folder of KV files. `saved_states`: of
+        recurrent layers, if there are any, which a step saves if they gain `min_gain` tokens."""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
         self.clock = FakeClock()
-        cache = (
-            RadixCache(allocator, page_size, eviction, max_retained_share=max_retained_share, clock=self.clock)
-            if radix
-            else ChunkCache(page_size)
-        )
+        options = {"max_retained_share": max_retained_share, "clock": self.clock}
+        states = None
+        if not radix:
+            cache = ChunkCache(page_size)
+        elif saved_states is None:
+            cache = RadixCache(allocator, page_size, eviction, **options)
+        else:
+            rows = range(max_running + 1, max_running + 1 + saved_states)
+            cache = RecurrentCache(allocator, page_size, eviction, rows, **options)
+            states = PrefixStates(cache, min_gain=min_gain, tail=2)
         if make_runner is None:
             num_host_pages = host_blocks * block_pages
             self.runner = CountingRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size, num_host_pages)
+            if saved_states is not None:
+                self.runner.states = FakeStates(max_running + 1 + saved_states)
         else:
             self.runner = make_runner()
         tiers = None
@@ -138,7 +151,7 @@ class Rig:
                 memory = self.runner.host_kv.memory
                 assert self.runner.host_kv.block_len == page_size * block_pages
             tiers = make_tiers(page_size, block_pages, memory, storage, self.clock, storage_bytes)
-        self.kv = KVCacheManager(pool, allocator, cache, tiers)
+        self.kv = KVCacheManager(pool, allocator, cache, tiers, states)
         self.inbox = FakeInbox()
         self.detokenizer = FakeOutbox()
         self.tokenizer = FakeOutbox()

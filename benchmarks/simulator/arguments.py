@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...model_executor.runner.recurrent_settings import resolve_rows
+from ...model_executor.runner.recurrent_settings import resolve_rows, resolve_saved_states
 from ...srt.model_files.load_config import load_model_config
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
@@ -372,6 +372,7 @@ def complete(server_args: ServerArgs, config: ModelConfig, profile: DeviceProfil
     return dataclasses.replace(
         server_args,
         max_running_requests=resolve_rows(server_args, config, torch.bfloat16, device),
+        max_saved_states=resolve_saved_states(server_args, config, torch.bfloat16, device),
         page_size=server_args.page_size or (64 if on_gpu else 32),
         context_length=server_args.context_length or config.context_len,
         max_prefill_tokens=server_args.max_prefill_tokens or (16384 if on_gpu else 2048),

@@ -43,6 +43,7 @@ class DeviceSettings:
     page_size: int
     context_len: int
     max_running_requests: int
+    max_saved_states: int | None
     max_prefill_tokens: int
     chunked_prefill_size: int
 

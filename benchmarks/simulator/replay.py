@@ -111,6 +111,7 @@ class Replay:
             "page_size": start.page_size,
             "context_length": start.context_len,
             "max_running_requests": start.max_running_requests,
+            "max_saved_states": start.max_saved_states,
             "max_prefill_tokens": start.max_prefill_tokens,
             "chunked_prefill_size": start.chunked_prefill_size,
             "max_total_tokens": start.max_total_num_tokens,

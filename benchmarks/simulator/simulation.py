@@ -278,7 +278,7 @@ def device_settings(server_args: ServerArgs) -> DeviceSettings:
     for field in dataclasses.fields(DeviceSettings):
         name = "context_length" if field.name == "context_len" else field.name
         values[field.name] = value = getattr(server_args, name)
-        if value is None:
+        if value is None and field.name != "max_saved_states":
             raise ValueError(f"a simulation needs --{name.replace('_', '-')}")
     return DeviceSettings(**values)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..device.device_buffers import TokenCopy
-from ..forward_batch import ForwardBatch, TokenAdapters
+from ..forward_batch import ForwardBatch, SavedStates, TokenAdapters
 from ..layers.output_head import GreedyHead
 from ..models.family import Model
 from ..step import FROM_DEVICE, Choices, ForwardMode, Int32Array, StepInputs
@@ -57,6 +57,8 @@ class CpuGraphRunner:
         self._of_tokens = torch.zeros((3, max_tokens), dtype=torch.int64)
         self._of_requests = torch.zeros((4, max_rows), dtype=torch.int64)
         self._starts = torch.zeros(max_rows + 1, dtype=torch.int64)
+        self._saved = torch.zeros((2, max_rows), dtype=torch.int64)
+        """The fields of SavedStates, all 0 between steps."""
         self._row_adapters = row_adapters
         self._adapters = TokenAdapters(torch.zeros(max_tokens, dtype=torch.int32))
         self._sampled_adapters = TokenAdapters(torch.zeros(max_rows, dtype=torch.int32))
@@ -77,6 +79,7 @@ class CpuGraphRunner:
             extend_lens_host=None,
             adapters=None if row_adapters is None else self._adapters,
             sampled_adapters=None if row_adapters is None else self._sampled_adapters,
+            saved_states=SavedStates(*self._saved),
         )
         self._kept = model, batch
         """Kept alive, because the graph holds only their addresses."""
@@ -105,7 +108,12 @@ class CpuGraphRunner:
         if self._row_adapters is not None:
             self._set_adapters(self._row_adapters.host, step, choices)
         self._rotary.cover(longest)
+        saves = step.state_saves
+        if saves is not None:
+            self._saved.numpy()[:, : len(saves.lens)] = saves.lens, saves.rows
         self._graph.run(step.num_tokens, len(step.rows), num_choices)
+        if saves is not None:
+            self._saved.zero_()
         rows = self._sampled_rows[:num_choices]
         return StepHead(rows, lambda: self._end_in_logits(num_choices), lambda: self._end_greedy(num_choices))
 

@@ -84,11 +84,11 @@ def check_adapters(num_bytes: int, available: int) -> None:
 
 
 def check_states(num_bytes: int, available: int) -> None:
-    """Raises ValueError if the states of requests take all memory that is available beside the weights."""
+    """Raises ValueError if the states of requests and prefixes take all memory that is available beside the weights."""
     if num_bytes and num_bytes >= available:
         raise ValueError(
             f"the states of recurrent layers need {_gib(num_bytes)}, but beside the weights only {_gib(available)} are "
-            "available; lower --max-running-requests"
+            "available; lower --max-running-requests or --max-saved-states"
         )
 
 

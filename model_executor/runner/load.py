@@ -26,7 +26,7 @@ from ..kernels.host_compiler import needs_c_compiler
 from ..layers.adapted_layers import AdaptedParameters, LoraLayers
 from ..layers.kinds import LayerKinds, is_compiled, layers_for
 from ..models.family import Model, Parameters, family_of
-from ..row_states import LayerStates, state_bytes
+from ..row_states import LayerStates
 from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
@@ -116,9 +116,8 @@ class _RunnerBuilder:
         self.states: tuple[LayerStates, ...] = ()
         self._state_bytes = 0
         if config.delta_net is not None:
-            num_rows = settings.max_running_requests
-            self.states = states_of_settings(num_rows, config.delta_net, settings.dtype, settings.device)
-            self._state_bytes = (num_rows + 1) * state_bytes(config.delta_net, settings.dtype.itemsize)
+            self.states = states_of_settings(settings, config.delta_net)
+            self._state_bytes = sum(tensor.nbytes for layer in self.states for tensor in layer)
         self.uploads = Uploads(settings.device, self.accelerator)
         self.adapters = make_adapters(settings, config, self.uploads)
         self._adapter_bytes = 0 if self.adapters is None else self.adapters.num_bytes
@@ -268,6 +267,7 @@ class _RunnerBuilder:
             num_bytes,
         )
         runner.adapters = self.adapters
+        runner.states = self.states
         return runner
 
     def _model(self, settings: RunnerSettings, parameters: Parameters, attention: AttentionBackend) -> Model:
@@ -310,6 +310,7 @@ class _RunnerBuilder:
             settings.context_len,
             settings.max_prefill_tokens,
             low_tile_tokens(settings, self.config),
+            None if settings.max_saved_states is None else settings.max_running_requests + 1,
         )
         for step in steps:
             # Greedy tokens without masks have kernels of their own.

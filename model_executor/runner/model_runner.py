@@ -14,20 +14,22 @@ from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
 from ..device.inference_mode import in_inference_mode
-from ..forward_batch import ForwardBatch, TokenAdapters
+from ..forward_batch import ForwardBatch, SavedStates, TokenAdapters
 from ..layers.output_head import GreedyHead
 from ..layers.residual import Stream
 from ..models.family import Model
+from ..row_states import LayerStates, copy_states, independent_copies
 from ..sampling.draft_verification import Verified, verify
 from ..sampling.newest_tokens import NewestTokens
-from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
+from ..sampling.row_logprobs import RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
-from ..step import FROM_DEVICE, Choices, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
+from ..step import FROM_DEVICE, Choices, ForwardMode, Int32Array, KVCopies, StateCopies, StepInputs, TokenMasks
 from .adapters import Adapters
-from .hidden_states import ArrivingStates, fetch_hidden
-from .hidden_sums import ArrivingSums, sum_hidden
-from .host_kv import CopiesUnderWay, HostKV
+from .hidden_states import fetch_hidden
+from .hidden_sums import sum_hidden
+from .host_kv import HostKV
 from .recorded_steps import DecodeInputs, RecordedSteps, StepHead
+from .running_step import NO_EXTRAS, RunningStep, StepExtras
 from .settings import RunnerSettings
 from .slot_table import SlotTable
 from .wanted_tokens import WantedTokens, wanted_tokens
@@ -93,6 +95,8 @@ class ModelRunner:
         """The memory of the host tier. None: there is no tier, and no step has `kv_copies`."""
         self.weights: WeightUpdater | None = None
         """Loads other weights. Set when the runner is complete."""
+        self.states: tuple[LayerStates, ...] = ()
+        """Of each recurrent layer."""
         self.adapters: Adapters | None = None
         """The LoRA adapters. None: there are none, and no row has one."""
 
@@ -135,6 +139,8 @@ class ModelRunner:
         return running
 
     def _launch(self, step: StepInputs) -> RunningStep:
+        if step.state_copies is not None:
+            self._copy_states(step.state_copies)
         for new_row in step.new_rows:
             self.sampler.set_row(new_row)
             self._logprobs.set_row(new_row)
@@ -152,6 +158,10 @@ class ModelRunner:
         if choices is None:
             return RunningStep(self, head, step.rows, step.seq_lens)
         return RunningStep(self, head, choices.rows, choices.lens, extras, None if choices.drafts is None else choices)
+
+    def _copy_states(self, copies: StateCopies) -> None:
+        for sources, targets in independent_copies(copies.sources, copies.targets):
+            copy_states(self.states, *self._uploads.send(sources, targets))
 
     @in_inference_mode
     def choose(
@@ -304,6 +314,8 @@ class ModelRunner:
             _int64(choices.rows),
             *([] if self.adapters is None else [self.adapters.rows.host[row_of_each]]),
         )
+        saves = step.state_saves
+        saved = None if saves is None else SavedStates(*self._uploads.send(_int64(saves.lens), _int64(saves.rows)))
         places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, *rest = sent
         logits_indices, chosen, *adapters = rest
         self.table.write(places, new_slots)
@@ -324,74 +336,9 @@ class ModelRunner:
             extend_lens_host=extend_lens,
             adapters=TokenAdapters(*adapters) if adapters else None,
             sampled_adapters=TokenAdapters(adapters[0].index_select(0, logits_indices)) if adapters else None,
+            saved_states=saved,
         )
         return batch, chosen
-
-
-class StepExtras(NamedTuple):
-    """What a step returns besides its new tokens, on its way to the host. None: nothing of the kind is wanted."""
-
-    prompts: PromptLogprobs | None = None
-    sums: ArrivingSums | None = None
-    states: ArrivingStates | None = None
-
-
-NO_EXTRAS = StepExtras()
-
-
-class RunningStep:
-    """The LaunchedStep of a ModelRunner: a step whose forward pass is queued."""
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        head: StepHead,
-        rows: Int32Array,
-        seq_lens: Int32Array,
-        extras: StepExtras = NO_EXTRAS,
-        drafted: Choices | None = None,
-    ) -> None:
-        """`rows`, `seq_lens`: of the choices. `drafted`: the choices of a step with drafts."""
-        self._runner = runner
-        self._forward: tuple[StepHead, Int32Array, Int32Array] | None = None
-        if len(rows):
-            self._forward = head, rows, seq_lens
-        self._tokens: TokenCopy | None = None
-        self._logprobs: SampledLogprobs | None = None
-        self._extras = extras
-        self._drafted = drafted
-        self._verified: Verified | None = None
-        self.copies: CopiesUnderWay | None = None
-
-    def sample(self, masks: TokenMasks | None = None) -> None:
-        if self._forward is None:
-            return
-        drafts = None if self._drafted is None else self._drafted.drafts
-        self._tokens, self._logprobs = self._runner.choose(*self._forward, masks, drafts)
-        self._forward = None  # the logits' memory is free for the next step
-        if self._drafted is not None:
-            self._verified = self._runner.verify(self._tokens, self._drafted)
-
-    def wait(self) -> StepOutput:
-        if self.copies is not None:
-            self.copies.wait()
-        tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.wait()
-        verified = self._verified
-        num_tokens = None if verified is None else verified.num_tokens
-        if verified is not None:
-            tokens = verified.tokens
-        if self._logprobs is None and self._extras is NO_EXTRAS:
-            return StepOutput(tokens, num_tokens)
-        prompts, sums, states = self._extras
-        logprobs = {} if self._logprobs is None else self._logprobs.wait()
-        return StepOutput(
-            tokens,
-            num_tokens,
-            logprobs=logprobs if verified is None else verified.merge(logprobs),
-            prompt_logprobs=[] if prompts is None else prompts.wait(),
-            hidden_sums=[] if sums is None else sums.wait(),
-            hidden_states=[] if states is None else states.wait(),
-        )
 
 
 def _int64(array: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,50 +12,59 @@ from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
 from ..row_states import LayerStates, make_row_states, state_bytes
 
+if TYPE_CHECKING:  # it imports this file
+    from .settings import RunnerSettings
+
 logger = logging.getLogger(__name__)
 
-DEFAULT_ROWS = 256
+_DEFAULT_ROWS = 256
 _LEAST_ROWS = 8
-_DEFAULT_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}
-"""Memory of all states by default, by the type of the device."""
+_REQUEST_BYTES = 2 << 30, 8 << 30
+"""Memory of the states of requests by default: on a CPU and on a GPU."""
+_SAVED_BYTES = 1 << 30, 8 << 30
+"""Memory of saved states by default: on a CPU and on a GPU."""
 
 
 def resolve_rows(server_args: ServerArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """The number of requests that may run at once: the setting, or DEFAULT_ROWS, or fewer if their states are large.
-
-    Raises ValueError for a setting that a model with recurrent layers does not have.
-    """
-    if config.delta_net is not None:
-        _check_recurrent_layers(server_args)
+    """The number of requests that may run at once: the setting, or 256, or fewer if their states are large."""
     if server_args.max_running_requests is not None:
         return server_args.max_running_requests
     if config.delta_net is None:
-        return DEFAULT_ROWS
-    fits = _DEFAULT_BYTES[device.type] // state_bytes(config.delta_net, dtype.itemsize)
-    return min(DEFAULT_ROWS, max(_LEAST_ROWS, fits))
+        return _DEFAULT_ROWS
+    return _default_rows(_REQUEST_BYTES[device.type != "cpu"], config.delta_net, dtype)
 
 
-def _check_recurrent_layers(server_args: ServerArgs) -> None:
-    """Raise ValueError for a setting that a model with recurrent layers does not have."""
-    if server_args.speculative_algorithm is not None:
-        raise ValueError(
-            f"--speculative-algorithm {server_args.speculative_algorithm} is not supported for a model with recurrent "
-            "layers: they cannot take back a draft"
-        )
-    if server_args.fuse_small_steps:
-        raise ValueError("--fuse-small-steps has no kernels for recurrent layers: leave it out")
+def resolve_saved_states(
+    server_args: ServerArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int | None:
+    """The number of states that the prefix cache keeps: the setting, or 256, or fewer if they are large.
+
+    None: the model has no recurrent layers, or requests share no prefixes.
+    """
+    if config.delta_net is None or server_args.disable_radix_cache:
+        return None
+    return server_args.max_saved_states or _default_rows(_SAVED_BYTES[device.type != "cpu"], config.delta_net, dtype)
 
 
-def states_of_settings(
-    num_rows: int, sizes: DeltaNetConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[LayerStates, ...]:
-    """Make the states of a server. Raises ValueError that names the setting if there is no memory for them."""
-    mib = state_bytes(sizes, dtype.itemsize) / 2**20
+def _default_rows(num_bytes: int, sizes: DeltaNetConfig, dtype: torch.dtype) -> int:
+    return min(_DEFAULT_ROWS, max(_LEAST_ROWS, num_bytes // state_bytes(sizes, dtype.itemsize)))
+
+
+def states_of_settings(settings: RunnerSettings, sizes: DeltaNetConfig) -> tuple[LayerStates, ...]:
+    """Make the states of a server. Raises ValueError that names the settings if there is no memory for them."""
+    num_rows, num_saved = settings.max_running_requests, settings.max_saved_states or 0
+    mib = state_bytes(sizes, settings.dtype.itemsize) / 2**20
     try:
-        states = make_row_states(num_rows, sizes, dtype, device)
+        states = make_row_states(num_rows + num_saved, sizes, settings.dtype, settings.device)
     except (OSError, torch.OutOfMemoryError) as error:
         raise ValueError(
-            f"no memory for the states of --max-running-requests {num_rows}, {mib:.1f} MiB each; lower it"
+            f"no memory for the states of --max-running-requests {num_rows} and --max-saved-states {num_saved}, "
+            f"{mib:.1f} MiB each; lower one of them"
         ) from error
-    logger.info("The states of recurrent layers take %.1f MiB for each of at most %d running requests", mib, num_rows)
+    logger.info(
+        "The states of recurrent layers take %.1f MiB for each of at most %d running requests and %d saved prefixes",
+        mib,
+        num_rows,
+        num_saved,
+    )
     return states

@@ -17,8 +17,7 @@ from ...srt.settings.scheduler import MAX_VERIFIED_TOKENS
 from .. import cpu_extension
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..cpu_calibration import ChosenTuning, resolve_tuning
-from ..device.dtypes import dtype_name, resolve_dtype
-from ..kernels.tuning import HOPPER_HEAD_DIMS, HOPPER_PAGE
+from ..device.dtypes import resolve_dtype
 from ..layers.fp8_weight import FP8_FORMS
 from ..layers.lora_layers import LoraSize
 from ..layers.onednn_layers import keeps_bits, part_shapes
@@ -35,8 +34,9 @@ from ..weights.quantization import (
     parameter_bytes,
     quantized_forms,
 )
+from .kernel_flags import check_hopper_prefill, check_kernel_flags
 from .latent_settings import check_latent_attention
-from .recurrent_settings import resolve_rows
+from .recurrent_settings import resolve_rows, resolve_saved_states
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ class RunnerSettings:
     page_size: int
     context_len: int
     max_running_requests: int
+    max_saved_states: int | None
+    """states of recurrent layers that the prefix cache keeps; None: there are no such layers, or no cache"""
     max_prefill_tokens: int
     """most prompt tokens of a step; memory is kept free for it"""
     chunked_prefill_size: int
@@ -156,7 +158,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
     backend = resolve_attention_backend(server_args.attention_backend, device, 0 if config.latent else config.head_dim)
     check_quantization(server_args.quantization, backend, device)
-    _check_kernel_flags(server_args, backend, dtype, device)
+    check_kernel_flags(server_args, backend, dtype, device)
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
@@ -182,7 +184,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         backend, config.head_dim, kv_dtype, device, config.latent_dim
     )
     if server_args.hopper_prefill:
-        _check_hopper_prefill(backend, device, dtype, kv_dtype, config.head_dim, page_size)
+        check_hopper_prefill(backend, device, dtype, kv_dtype, config.head_dim, page_size)
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
     weights = resolve_weights(dtype, config, backend, server_args.quantization, cpu_kernels)
     if server_args.fuse_small_steps and weights.forms:
@@ -203,6 +205,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         page_size=page_size,
         context_len=context_len,
         max_running_requests=num_rows,
+        max_saved_states=resolve_saved_states(server_args, config, dtype, device),
         max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
         chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
         mem_fraction_static=server_args.mem_fraction_static,
@@ -219,22 +222,6 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
-
-
-def _check_kernel_flags(server_args: ServerArgs, backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for a flag of kernels that this backend, type or device does not have."""
-    if server_args.fuse_small_steps and (backend != "triton" or dtype == torch.float16):
-        raise ValueError(
-            f"--fuse-small-steps needs triton attention and bfloat16 or float32, got {backend} and {dtype_name(dtype)}"
-        )
-    if server_args.cpu_kernels not in ("auto", "fixed") and backend != "cpu":
-        raise ValueError(
-            f"--cpu-kernels {server_args.cpu_kernels} needs the attention backend cpu, but it is {backend}"
-        )
-    if server_args.dependent_launch and not (server_args.fuse_small_steps and _nvidia_capability(device) >= (9, 0)):
-        raise ValueError(
-            "--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute capability 9.0 or higher"
-        )
 
 
 def resolve_weights(
@@ -286,31 +273,6 @@ def _has_whole_words(config: ModelConfig, dtype: torch.dtype) -> bool:
 def _multiplies_natively(dtype: torch.dtype, chosen: ChosenTuning) -> bool:
     """Whether linear layers multiply bfloat16, the type of the activations, without widening it."""
     return dtype == torch.bfloat16 and cpu_extension.multiplies(dtype) and chosen.tuning.bfloat16 == "native"
-
-
-def _check_hopper_prefill(
-    backend: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, page_size: int
-) -> None:
-    """Raise ValueError where `hopper_extend_attention` does not run."""
-    if backend != "triton" or not _is_hopper(device):
-        raise ValueError("--hopper-prefill needs triton attention and an NVIDIA GPU of compute capability 9.0")
-    if dtype != torch.bfloat16 or kv_dtype != torch.bfloat16:
-        names = [dtype_name(kind) for kind in (dtype, kv_dtype)]
-        raise ValueError(f"--hopper-prefill needs bfloat16 for activations and KV, got {names[0]} and {names[1]}")
-    if head_dim not in HOPPER_HEAD_DIMS:
-        raise ValueError(f"--hopper-prefill needs heads of 64 or 128 components, but the model's have {head_dim}")
-    if page_size % HOPPER_PAGE:
-        raise ValueError(f"--hopper-prefill needs a page size of a multiple of {HOPPER_PAGE} tokens, got {page_size}")
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return _nvidia_capability(device) == (9, 0)
-
-
-def _nvidia_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) for another device."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
 
 
 class CpuLinears(NamedTuple):

@@ -13,7 +13,7 @@ from ...srt.logprobs import MAX_TOP_LOGPROBS, LogprobOptions
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.sampling_params import SamplingParams
 from ..kernels.fp8_layout import FP8_LOW_TILE
-from ..step import ForwardMode, Int32Array, NewRow, PromptScore, StepInputs, TokenMasks, num_mask_words
+from ..step import ForwardMode, Int32Array, NewRow, PromptScore, StateSaves, StepInputs, TokenMasks, num_mask_words
 from .settings import RunnerSettings
 
 LONG_TOKENS = 4096
@@ -36,11 +36,16 @@ def low_tile_tokens(settings: RunnerSettings, config: ModelConfig) -> list[int]:
 
 
 def warmup_steps(
-    num_rows: int, context_len: int, max_prefill_tokens: int, tile_tokens: Sequence[int] = ()
+    num_rows: int,
+    context_len: int,
+    max_prefill_tokens: int,
+    tile_tokens: Sequence[int] = (),
+    saved_row: int | None = None,
 ) -> list[StepInputs]:
     """The warm-up steps, all prefills:
 
-    - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,
+    - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory;
+      with recurrent layers, it saves states in `saved_row`,
     - the same step with the log probabilities of all its tokens,
     - a small step that samples from the whole vocabulary,
     - a small greedy step of a request with one token and a request with two, without log probabilities and with them,
@@ -64,8 +69,11 @@ def warmup_steps(
         if max_prefill_tokens <= low < max_prefill_tokens + num_rows
         for more in [min(num_rows, low + 1)]
     ]
+    largest = _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9))
+    if saved_row is not None:
+        largest.state_saves = StateSaves(lens, np.full(count, saved_row, np.int32))
     return [
-        _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9)),
+        largest,
         _prefill(lens, SamplingParams(temperature=0.0), LogprobOptions(top_logprobs_num=MAX_TOP_LOGPROBS)),
         *(_prefill(lens, SamplingParams(temperature=0.0)) for lens in tall),
         _prefill(mixed[:1], SamplingParams(temperature=1.0)),

@@ -27,7 +27,7 @@ from ..machine.oom import num_oom_kills
 from ..machine.process_state import is_stopped
 from ..model_files.load_config import load_model_config
 from ..model_files.lora_limits import with_lora_limits
-from ..model_files.recurrence_limits import with_model_limits
+from ..model_files.recurrence_limits import check_recurrence
 from ..server_args import ServerArgs
 from ..step_journal import Journal, read_journal
 from ..text.tokenizer import tokenizer_of
@@ -97,8 +97,9 @@ class EngineCore:
         """
         check_recording(server_args)
         model_config = load_model_config(server_args.model_path, server_args.load_format)
+        check_recurrence(server_args, model_config)
         # Before the children start, so that all processes have the same seed and the same tables of adapters.
-        server_args = with_model_limits(with_lora_limits(server_args), model_config).with_seed()
+        server_args = with_lora_limits(server_args).with_seed()
         run_dir = RunDir.create()
         context: zmq.Context[Any] = zmq.Context()
         life: EngineLife | None = None

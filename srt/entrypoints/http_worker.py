@@ -27,7 +27,6 @@ from ..io_struct import BatchTextOut, BrokenMessage
 from ..ipc import AsyncReceiver, RunDir, Sender
 from ..model_files.load_config import load_model_config
 from ..model_files.model_config import ModelConfig
-from ..model_files.recurrence_limits import with_model_limits
 from ..server_args import ServerArgs
 from ..settings.failures import HEARTBEAT_S
 from ..start_reports import HttpWorkerReady
@@ -94,7 +93,6 @@ async def _serve(
     config = load_model_config(server_args.model_path, server_args.load_format)
     tokenizer = await asyncio.to_thread(tokenizer_of, server_args)
     context: zmq.Context[Any] = zmq.Context()
-    server_args = with_model_limits(server_args, config)  # as the engine, whose settings decide what is refused
     worker = HttpWorker(server_args, config, tokenizer, http, listen, context, run_dir, tracer)
     on_ready(HttpWorkerReady())
     while not should_stop():

@@ -33,6 +33,7 @@ _AT_LEAST_1 = (
     "stream_interval",
     "max_total_tokens",
     "max_running_requests",
+    "max_saved_states",
     "max_queued_requests",
     "max_concurrent_requests_per_key",
     "requests_per_minute_per_key",
@@ -214,6 +215,8 @@ def _check_prefix_cache(args: ServerArgs) -> None:
         raise ValueError(f"--max-retained-share must be in (0, 1], got {args.max_retained_share}")
     if args.disable_radix_cache and args.radix_eviction_policy != type(args).radix_eviction_policy:
         raise ValueError("--radix-eviction-policy has no effect with --disable-radix-cache")
+    if args.disable_radix_cache and args.max_saved_states is not None:
+        raise ValueError("--max-saved-states has no effect with --disable-radix-cache")
     for name in RETENTION_SETTINGS:
         if not args.honours_retention and getattr(args, name) not in (0, getattr(type(args), name)):
             raise ValueError(f"{flag_name(name)} needs a prefix cache with --radix-eviction-policy value")

@@ -35,6 +35,13 @@ class PrefixCacheSettings:
     max_retained_share: Annotated[
         float, Setting("Share of the KV pool that retention may cover; beyond it, the oldest retentions end")
     ] = 0.5
+    max_saved_states: Annotated[
+        int | None,
+        Setting(
+            "Maximum number of states of recurrent layers that the prefix cache keeps; default: 256, or fewer if they "
+            "would take more than 1 GiB on a CPU, or 8 GiB on a GPU, but at least 8"
+        ),
+    ] = None
     disable_radix_cache: Annotated[bool, Setting("Cache and share no prefixes")] = False
     kv_events_config: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""Models with Gated DeltaNets in the whole engine: the states of rows, without shared prefixes."""
+"""Models with Gated DeltaNets in the whole engine: the states of rows, and saved states of shared prefixes."""
 
 from __future__ import annotations
 
@@ -15,58 +15,72 @@ from toy_engine import ServerProcess
 import tercet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
-NEW_TOKENS = 25
+NEW_TOKENS = 20
 SETTINGS: list[dict[str, Any]] = [
-    {"chunked_prefill_size": 8, "page_size": 1},
+    {"chunked_prefill_size": 32, "page_size": 1},
+    {"chunked_prefill_size": 32, "page_size": 8, "max_saved_states": 2},
     {"max_running_requests": 3, "page_size": 16, "enable_mixed_chunk": True},
-    {"attention_backend": "torch", "chunked_prefill_size": 16},
+    {"attention_backend": "torch", "chunked_prefill_size": 48, "max_saved_states": 3},
 ]
+
+
+def prompts_with_common_beginnings() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    beginnings = [rng.integers(3, 131, 66).tolist() for _ in range(2)]
+    tails = [rng.integers(3, 131, 1 + 5 * index % 21).tolist() for index in range(12)]
+    return [[*beginnings[index % 3], *tail] if index % 3 < 2 else tail for index, tail in enumerate(tails)]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_are_those_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
-    """The pool is too small for all requests at once, so some lose their states and begin again."""
+    """The pool is too small for all requests at once, so some lose their states. Then answers continue the prompts."""
     model = make_model("qwen3_5")
-    rng = np.random.default_rng(5)
-    prompts = [rng.integers(3, 131, 1 + 5 * index % 41).tolist() for index in range(12)]
+    prompts = prompts_with_common_beginnings()
     with torch.inference_mode():
         expected = [
-            model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+            model.generate(torch.tensor([prompt]), max_new_tokens=2 * NEW_TOKENS, do_sample=False, eos_token_id=None)
             for prompt in prompts
         ]
-    options = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_total_tokens": 160}
+    options = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_total_tokens": 400}
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     with tercet.Engine(save(model, tmp_path), **options, **settings) as engine:
-        for _ in range(2):
-            answers = engine.generate(input_ids=prompts, sampling_params=sampling)
-            for prompt, answer, generated in zip(prompts, answers, expected, strict=True):
-                assert answer["output_ids"] == generated[0, len(prompt) :].tolist()
-                assert not answer["meta_info"]["cached_tokens"]
+        num_cached = []
+        for known in (0, 0, NEW_TOKENS):
+            inputs = [
+                generated[0, : len(prompt) + known].tolist()
+                for prompt, generated in zip(prompts, expected, strict=True)
+            ]
+            answers = engine.generate(input_ids=inputs, sampling_params=sampling)
+            for ids, answer, generated in zip(inputs, answers, expected, strict=True):
+                assert answer["output_ids"] == generated[0, len(ids) : len(ids) + NEW_TOKENS].tolist()
+            num_cached.append(sum(answer["meta_info"]["cached_tokens"] for answer in answers))
+    assert all(num_cached)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ({"speculative_algorithm": "NGRAM"}, "cannot take back a draft"),
-        ({"radix_eviction_policy": "lfu"}, "share no prefixes.* --radix-eviction-policy"),
+        ({"fuse_small_steps": True}, "--fuse-small-steps is not supported"),
     ],
 )
-def test_what_needs_earlier_states_is_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_recurrent_layers_do_not_have_is_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save(make_model("qwen3_5"), tmp_path)
     with pytest.raises(ValueError, match=message):
         tercet.LocalEngine(folder, device="cpu", skip_tokenizer_init=True, **setting)
 
 
 @pytest.mark.parametrize("num_http_processes", [1, 2])
-def test_a_server_refuses_retention(num_http_processes: int, tmp_path: Path) -> None:
+def test_a_server_shares_and_retains_prefixes(num_http_processes: int, tmp_path: Path) -> None:
     folder = save(make_model("qwen3_5"), tmp_path / "model")
     (tmp_path / "r").mkdir()
     flags = ["--port", "0", "--model-path", str(folder), "--device", "cpu", "--dtype", "float32"]
-    flags += ["--skip-tokenizer-init", "--max-total-tokens", "160"]
+    flags += ["--skip-tokenizer-init", "--max-total-tokens", "300"]
     flags += ["--tokenizer-worker-num", str(num_http_processes)]
-    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    sampling = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": list(range(3, 103)), "sampling_params": sampling, "retention_seconds": 50}
     with ServerProcess(tmp_path / "r", flags, module=("tercet", "serve")) as server:
         url = f"{server.ready().url}/generate"
-        assert len(httpx.post(url, json=body, timeout=60).json()["output_ids"]) == 4
-        refused = httpx.post(url, json=body | {"retention_seconds": 5}, timeout=60)
-    assert refused.status_code == 400 and "retention_seconds needs a server with a prefix cache" in refused.text
+        first, second = (httpx.post(url, json=body, timeout=60).json() for _ in range(2))
+    assert first["output_ids"] == second["output_ids"]
+    assert [answer["meta_info"]["cached_tokens"] for answer in (first, second)] == [0, 84]

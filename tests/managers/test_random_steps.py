@@ -22,11 +22,13 @@ from tercet.managers.grammar import GrammarState
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
+from tercet.managers.prefix_states import PrefixStates
 from tercet.managers.req import Req
 from tercet.managers.req_logprobs import ReqLogprobs
 from tercet.managers.request_queues import RequestQueues
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.recurrent_cache import RecurrentCache
 from tercet.mem_cache.retention import Retentions
 from tercet.mem_cache.tier_events import TierEvents
 from tercet.model_executor.step import NewRow
@@ -144,6 +146,10 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "adapters share prefixes": (RequestOptions, "namespace", property(lambda self: self.cache_salt)),
     "an adapter is unloaded under its requests": (Adapters, "finish_unloads", _unload_at_once),
     "a retracted request loses its adapter": (Req, "as_new_row", _new_row_without_adapter),
+    "KV without a state is continued": (RecurrentCache, "match", RadixCache.match),
+    "a shortened prefix keeps its state": (RecurrentCache, "_shorten_leaf", RadixCache._shorten_leaf),
+    "states are not loaded": (PrefixStates, "take_copies", _ignore),
+    "a taken row is never given back": (PrefixStates, "on_shared", _ignore),
     "reused KV takes hidden states": (Req, "reusable_len", property(lambda self: self.num_tokens - 1)),
 }
 

@@ -13,6 +13,7 @@ from tercet.managers.req import Req
 from tercet.mem_cache.kv_storage import WriteJob
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.radix_node import RadixNode
+from tercet.mem_cache.recurrent_cache import RecurrentCache
 from tercet.model_executor.step import StepInputs
 from tercet.srt.settings.scheduler import MAX_VERIFIED_TOKENS
 
@@ -50,6 +51,15 @@ def check_owners(kv: KVCacheManager, holders: list[Req]) -> None:
     rows = [req.row for req in holders]
     assert 0 not in rows and len(set(rows)) == len(rows)
     assert kv.req_to_token_pool.num_free + len(rows) == kv.req_to_token_pool.num_rows
+    if isinstance(kv.cache, RecurrentCache):
+        _check_states(kv.cache, nodes, holders)
+
+
+def _check_states(cache: RecurrentCache, nodes: list[RadixNode], holders: list[Req]) -> None:
+    assert cache._row_of.keys() <= set(nodes), "a state of no prefix is kept"
+    taken = [req.states.row for req in holders if req.states is not None and req.states.row is not None]
+    rows = [*cache._row_of.values(), *cache._free_rows, *taken]
+    assert sorted(rows) == list(cache._all_rows), "a row for saved states has no owner, or two"
 
 
 def check_host_blocks(tiers: KVTiers, storage: FakeStorage | None) -> None:

@@ -138,12 +138,20 @@ def draw_case(seed: int) -> Case:
         if lives.random() < events_per_turn / 8:
             happenings.append(Happening(turn, "pause abort", 0))
     happenings.sort(key=attrgetter("turn"))  # stable
+    has_files = rig["host_blocks"] > 0 and rng.random() < 0.5
+    has_poison = rng.random() < 0.25
+    has_listener = rng.random() < 0.25
+    states = Random(f"recurrent layers {seed}")
+    if states.random() < 0.25:  # models with them have neither tiers nor drafts nor KV events
+        rig |= {"saved_states": states.choice([1, 3, 12]), "min_gain": states.choice([1, 4, 16])}
+        rig |= {"host_blocks": 0, "max_drafts": 0}
+        has_files = has_listener = False
     return Case(
         seed,
         rig,
-        has_files=rig["host_blocks"] > 0 and rng.random() < 0.5,
-        has_poison=rng.random() < 0.25,
-        has_listener=rng.random() < 0.25,
+        has_files=has_files,
+        has_poison=has_poison,
+        has_listener=has_listener,
         num_turns=num_turns,
         happenings=tuple(happenings),
     )

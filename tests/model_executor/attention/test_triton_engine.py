@@ -11,6 +11,7 @@ import torch
 from fake_accelerator import FakeAccelerator, use_fake
 from meta_runner import launch_all, make_meta_runner
 from runner_driver import RunnerDriver, relative_error
+from saved_prefixes import logits_of_continued_prefixes
 from triton.runtime import interpreter
 
 from tercet.model_executor.kernels.rotary import rotary
@@ -111,6 +112,16 @@ def test_tokens_and_logits_are_the_torch_paths(config, monkeypatch):
     assert expected == launched == replayed
     for want, launch, replay in zip(expected_logits, launched_logits, replayed_logits, strict=True):
         assert relative_error(launch, want) < 1e-4 and relative_error(replay, want) < 1e-4
+
+
+def test_requests_continue_saved_prefixes(monkeypatch):
+    monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
+    config = dataclasses.replace(QWEN35, load_format="dummy")
+    continued, whole = logits_of_continued_prefixes(make_runner(config, "triton", max_saved_states=2))
+    use_fake(monkeypatch, FakeAccelerator(lag=3), attention=None)
+    runner = make_runner(config, "triton", cuda_graph_max_bs=3, max_saved_states=2)
+    replayed, _ = logits_of_continued_prefixes(runner)
+    assert relative_error(continued, whole) < 1e-4 and relative_error(replayed, whole) < 1e-4
 
 
 def test_an_fp8_pool_computes_with_rounded_keys_and_values(monkeypatch):

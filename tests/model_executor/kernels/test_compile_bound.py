@@ -243,7 +243,7 @@ def test_a_bound_launch_takes_at_most_half_of_tritons_calls(monkeypatch: pytest.
 def test_steps_enter_triton_once_for_each_kernel(hopper_prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, both kinds of row in one step, and decode: every launch is Triton's, and later steps do without it."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr("tercet.model_executor.runner.settings._is_hopper", lambda device: True)
+    monkeypatch.setattr("tercet.model_executor.runner.kernel_flags._is_hopper", lambda device: True)
     use_fake(monkeypatch, FakeAccelerator(), attention=None)
     bind = Bound.__getitem__
 

@@ -12,7 +12,7 @@ from meta_runner import make_meta_runner
 from toy_runner import TOY
 from triton_aot import Resources, assert_fits, compile_each, recorded
 
-from tercet.model_executor.runner import settings
+from tercet.model_executor.runner import kernel_flags
 from tercet.model_executor.step import ForwardMode, NewRow, StepInputs
 from tercet.srt.sampling_params import SamplingParams
 
@@ -59,7 +59,7 @@ def test_all_fused_kernels_of_a_step_are_dependent(
     batch_size: int, setting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
-    monkeypatch.setattr(settings, "_nvidia_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernel_flags, "_nvidia_capability", lambda device: (9, 0))
     config = dataclasses.replace(TOY, head_dim=16)
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
     none = np.empty(0, np.int32)

@@ -6,7 +6,7 @@ import pytest
 
 from tercet.srt.model_files.delta_net_config import DeltaNetConfig
 from tercet.srt.model_files.model_config import ModelConfig
-from tercet.srt.model_files.recurrence_limits import with_model_limits
+from tercet.srt.model_files.recurrence_limits import check_recurrence
 from tercet.srt.server_args import ServerArgs
 
 CONFIG = ModelConfig(
@@ -23,27 +23,29 @@ CONFIG = ModelConfig(
 RECURRENT = replace(CONFIG, delta_net=DeltaNetConfig((0,), 2, 4, 16, 16, 4))
 
 
-def test_a_model_without_states_keeps_the_settings() -> None:
-    args = ServerArgs(model_path="A", enable_hierarchical_cache=True, hicache_size=1)
-    assert with_model_limits(args, CONFIG) is args
-
-
-def test_requests_with_states_share_no_prefixes() -> None:
-    args = with_model_limits(ServerArgs(model_path="A"), RECURRENT)
-    assert args.disable_radix_cache and not args.honours_retention
-    assert with_model_limits(args, RECURRENT) is args
-
-
 @pytest.mark.parametrize(
     ("flag", "settings"),
     [
         ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True, "hicache_size": 1}),
-        ("--radix-eviction-policy", {"radix_eviction_policy": "lfu"}),
-        ("--tool-call-retention-s", {"tool_call_retention_s": 3.0}),
         ("--kv-events-config", {"kv_events_config": '{"publisher": "zmq"}'}),
+        ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
+        ("--fuse-small-steps", {"fuse_small_steps": True}),
     ],
 )
-def test_what_needs_shared_prefixes_is_refused(flag: str, settings: dict[str, object]) -> None:
+def test_what_recurrent_layers_do_not_have_is_refused(flag: str, settings: dict[str, object]) -> None:
     args = ServerArgs.from_dict({"model_path": "A", **settings})
-    with pytest.raises(ValueError, match=f"recurrent layers, so its requests share no prefixes.*{flag}"):
-        with_model_limits(args, RECURRENT)
+    check_recurrence(args, CONFIG)
+    with pytest.raises(ValueError, match=f"{flag} is not supported for a model with recurrent layers: "):
+        check_recurrence(args, RECURRENT)
+
+
+def test_saved_states_are_only_for_recurrent_layers() -> None:
+    args = ServerArgs(model_path="A", max_saved_states=3)
+    check_recurrence(args, RECURRENT)
+    with pytest.raises(ValueError, match="--max-saved-states is for models with recurrent layers"):
+        check_recurrence(args, CONFIG)
+
+
+def test_saved_states_need_a_prefix_cache() -> None:
+    with pytest.raises(ValueError, match="--max-saved-states has no effect with --disable-radix-cache"):
+        ServerArgs(model_path="A", max_saved_states=3, disable_radix_cache=True)
