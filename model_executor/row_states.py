@@ -49,10 +49,14 @@ def make_row_states(
 
 
 def copy_states(states: Iterable[LayerStates], sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy rows of all layers to others. All are read before one is written. `sources`, `targets`: int64 [n]."""
+    """Copy rows of all layers to others: those of `independent_copies`. `sources`, `targets`: int64 [n]."""
     for layer in states:
         for tensor in layer:
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            if tensor.is_cpu:  # row by row, because memory for all of them at once would take longer than the copies
+                for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                    tensor[target].copy_(tensor[source])
+            else:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 def independent_copies(

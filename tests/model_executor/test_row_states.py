@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,14 @@ def test_copies_have_the_effect_of_one_after_another(copies: list[tuple[int, int
         for tensor, right in zip(layer, wanted, strict=True):
             assert torch.equal(tensor, right)
     assert sum(len(group[0]) for group in groups) == len(copies)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_copies_on_any_device(device: str) -> None:
+    """On a GPU there is no loop, which would wait for the numbers of the rows."""
+    state = LayerStates(torch.zeros(3, 2, device=device), torch.zeros(3, 1, device=device))
+    rows = torch.tensor([1], device=device)
+    copy_states([state], rows, rows)
 
 
 def test_copies_of_different_rows_are_one_group() -> None:
