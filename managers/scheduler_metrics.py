@@ -125,6 +125,7 @@ class SchedulerMetrics:
             new_token_ratio=new_token_ratio,
             num_waiting_uncached_tokens=_uncached_tokens(queues),
             num_retained_tokens=kv.cache.retained_size,
+            num_saved_states=kv.cache.num_states,
             is_paused=is_paused,
             tiers=None if kv.tiers is None else kv.tiers.state(),
             speculation=self.speculation if speculates else None,

@@ -168,6 +168,11 @@ class BasePrefixCache(ABC):
         raise AssertionError("this cache retains nothing")
 
     @property
+    def num_states(self) -> int:
+        """The number of saved states of recurrent layers."""
+        return 0
+
+    @property
     def retained_size(self) -> int:
         """Tokens of all prefixes that are retained. They may be locked or not.
 

@@ -171,7 +171,6 @@ class RecurrentCache(RadixCache):
 
     @property
     def num_states(self) -> int:
-        """The number of states that the cache keeps."""
         return len(self._row_of)
 
     @property

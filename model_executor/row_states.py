@@ -15,19 +15,19 @@ from ..srt.model_files.delta_net_config import DeltaNetConfig
 
 
 class LayerStates(NamedTuple):
-    """The states of a recurrent layer, by row of ReqToTokenPool."""
+    """The states of a recurrent layer: those of the rows of ReqToTokenPool, and then the saved ones."""
 
     matrices: torch.Tensor
-    """float32 [num_rows + 1, heads, key_dim, value_dim]"""
+    """float32 [rows, heads, key_dim, value_dim]"""
     recent: torch.Tensor
-    """[num_rows + 1, width - 1, channels], the last inputs of the convolution; that of position p is at
+    """[rows, width - 1, channels], the last inputs of the convolution; that of position p is at
     p % (width - 1)"""
 
 
 def make_row_states(
     num_rows: int, sizes: DeltaNetConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[LayerStates, ...]:
-    """Make the states of all recurrent layers, those of rows 0..num_rows. `dtype`: that of activations.
+    """Make the states of all recurrent layers, of rows 0..num_rows. `dtype`: that of activations.
 
     A request has the state whose number is that of its row in ReqToTokenPool. A step changes the states of its rows in
     place. A request that begins at position 0 begins with a state of zeros, whatever its row holds. So a row needs no

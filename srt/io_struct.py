@@ -309,10 +309,11 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of times that the idle audit found an error in the KV accounting and rebuilt the pool."""
     new_token_ratio: float
     num_waiting_uncached_tokens: int = 0
-    """Prompt tokens that are yet to compute: those of waiting requests and of prompts that are computed in chunks. A
-    cached prefix counts as far as the scheduler has looked it up."""
+    """Prompt tokens that waiting and unfinished requests have yet to compute, less the cached ones that are known."""
     num_retained_tokens: int = 0
     """Cached tokens that retention keeps longer than others. They may be free to evict."""
+    num_saved_states: int = 0
+    """States of recurrent layers that the prefix cache keeps."""
     is_paused: bool = False
     """Generation is paused: requests wait, and no step runs."""
     tiers: TierState | None = None

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 _DEFAULT_ROWS = 256
 _LEAST_ROWS = 8
 _REQUEST_BYTES = 2 << 30, 8 << 30
-"""Memory of the states of requests by default: on a CPU and on a GPU."""
+"""Memory of the states of requests by default: on a CPU, and on a GPU, but there at most a tenth of its memory."""
 _SAVED_BYTES = 1 << 30, 8 << 30
-"""Memory of saved states by default: on a CPU and on a GPU."""
+"""The same of saved states."""
 
 
 def resolve_rows(server_args: ServerArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -31,7 +31,7 @@ def resolve_rows(server_args: ServerArgs, config: ModelConfig, dtype: torch.dtyp
         return server_args.max_running_requests
     if config.delta_net is None:
         return _DEFAULT_ROWS
-    return _default_rows(_REQUEST_BYTES[device.type != "cpu"], config.delta_net, dtype)
+    return _default_rows(_REQUEST_BYTES, config.delta_net, dtype, device)
 
 
 def resolve_saved_states(
@@ -43,10 +43,13 @@ def resolve_saved_states(
     """
     if config.delta_net is None or server_args.disable_radix_cache:
         return None
-    return server_args.max_saved_states or _default_rows(_SAVED_BYTES[device.type != "cpu"], config.delta_net, dtype)
+    return server_args.max_saved_states or _default_rows(_SAVED_BYTES, config.delta_net, dtype, device)
 
 
-def _default_rows(num_bytes: int, sizes: DeltaNetConfig, dtype: torch.dtype) -> int:
+def _default_rows(most_bytes: tuple[int, int], sizes: DeltaNetConfig, dtype: torch.dtype, device: torch.device) -> int:
+    num_bytes = most_bytes[device.type != "cpu"]
+    if device.type == "cuda" and torch.cuda.is_available():  # a simulation may have no GPU
+        num_bytes = min(num_bytes, torch.cuda.get_device_properties(device).total_memory // 10)
     return min(_DEFAULT_ROWS, max(_LEAST_ROWS, num_bytes // state_bytes(sizes, dtype.itemsize)))
 
 

@@ -117,6 +117,12 @@ class MetricsPage(Collector):
             state.num_retained_tokens,
             prefix="tercet",
         )
+        yield self._gauge(
+            "saved_states",
+            "States of recurrent layers that the prefix cache keeps",
+            state.num_saved_states,
+            prefix="tercet",
+        )
         yield self._gauge("paused", "1 while generation is paused, else 0", state.is_paused, prefix="tercet")
         yield self._gauge(
             "state_age_seconds", "Age of the metrics of the scheduler's state", known.age_s, prefix="tercet"

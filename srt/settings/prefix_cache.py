@@ -39,7 +39,7 @@ class PrefixCacheSettings:
         int | None,
         Setting(
             "Maximum number of states of recurrent layers that the prefix cache keeps; default: 256, or fewer if they "
-            "would take more than 1 GiB on a CPU, or 8 GiB on a GPU, but at least 8"
+            "would take more than 1 GiB on a CPU, or 8 GiB or a tenth of the memory on a GPU, but at least 8"
         ),
     ] = None
     disable_radix_cache: Annotated[bool, Setting("Cache and share no prefixes")] = False

@@ -23,7 +23,7 @@ class SchedulerSettings:
         int | None,
         Setting(
             "Maximum number of running requests; default: 256, or fewer if the states of recurrent layers would take "
-            "more than 2 GiB on a CPU, or 8 GiB on a GPU, but at least 8"
+            "more than 2 GiB on a CPU, or 8 GiB or a tenth of the memory on a GPU, but at least 8"
         ),
     ] = None
     max_queued_requests: Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_S
 from tiny_models import make_model, save
 from toy_engine import ServerProcess
 
@@ -75,12 +78,16 @@ def test_a_server_shares_and_retains_prefixes(num_http_processes: int, tmp_path:
     folder = save(make_model("qwen3_5"), tmp_path / "model")
     (tmp_path / "r").mkdir()
     flags = ["--port", "0", "--model-path", str(folder), "--device", "cpu", "--dtype", "float32"]
-    flags += ["--skip-tokenizer-init", "--max-total-tokens", "300"]
+    flags += ["--skip-tokenizer-init", "--max-total-tokens", "300", "--enable-metrics"]
     flags += ["--tokenizer-worker-num", str(num_http_processes)]
     sampling = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
     body = {"input_ids": list(range(3, 103)), "sampling_params": sampling, "retention_seconds": 50}
     with ServerProcess(tmp_path / "r", flags, module=("tercet", "serve")) as server:
         url = f"{server.ready().url}/generate"
         first, second = (httpx.post(url, json=body, timeout=60).json() for _ in range(2))
+        deadline = time.monotonic() + PATIENCE_S
+        while not re.search(r"^tercet:saved_states\S* 1\.0$", httpx.get(f"{server.ready().url}/metrics").text, re.M):
+            assert time.monotonic() < deadline, "no heartbeat brings the number of states"
+            time.sleep(0.1)
     assert first["output_ids"] == second["output_ids"]
     assert [answer["meta_info"]["cached_tokens"] for answer in (first, second)] == [0, 84]

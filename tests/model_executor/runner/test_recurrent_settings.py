@@ -63,6 +63,14 @@ def test_states_are_made_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert not any(tensor[-1].any() for layer in states[:2] for tensor in layer)
 
 
+def test_states_take_at_most_a_tenth_of_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 << 30))
+    config = replace(CONFIG, delta_net=QWEN_9B, num_layers=32, sliding_windows=())
+    assert resolve_rows(ARGS, config, torch.bfloat16, GPU) == 50
+    assert resolve_saved_states(ARGS, config, torch.bfloat16, GPU) == 50
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_requests_continue_saved_prefixes(backend: str, tmp_path: Path) -> None:
     config = checkpoint(tmp_path / "model", "qwen3_5")
