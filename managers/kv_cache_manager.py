@@ -246,6 +246,8 @@ class KVCacheManager:
         assert req.node is not None
         tokens = req.token_ids()
         if self.states is not None:
+            if self.states.must_share(req):
+                self.share(req)
             self.states.save_last(req)
         result = self._insert(req, tokens[: req.kv_len])
         if self.tiers is not None:  # now, so that readers of KV events know each block before those that follow it

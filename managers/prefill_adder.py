@@ -290,7 +290,7 @@ def awaits_prefix(kv: KVCacheManager, req: Req, unfinished: Collection[Req]) -> 
 
 
 class _SharedSoon:
-    """Prefixes that are not in the cache yet, and will be soon. Requests that begin with one wait a step for it.
+    """Prefixes that are not in the cache yet, and will be soon. Requests that begin with one wait for it.
 
     Such a prefix has the cached tokens of a request and SHARE_LEN more. It is enough to compare this one length: if two
     requests have more tokens in common than are cached of one of them, then equally many are cached of both. With
@@ -304,8 +304,10 @@ class _SharedSoon:
         self._lens: set[int] = set()
 
     def announce(self, req: Req) -> None:
-        """The next tokens of this request are computed in the step."""
+        """The step, or with recurrent layers one of the next steps, computes the next prefix of this request."""
         states = self._kv.states
+        if states is not None and len(self._prefixes) >= states.num_rows_left:
+            return
         end = req.locked_len + self._share_len if states is None else states.next_saved_len(req)
         if self._kv.cache.shares and 0 < end <= req.num_tokens:
             self._prefixes.add((req.namespace, req.token_ids()[:end].tobytes()))

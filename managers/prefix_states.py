@@ -21,7 +21,7 @@ from ..mem_cache.base_prefix_cache import CacheNode
 from ..mem_cache.recurrent_cache import RecurrentCache
 from ..model_executor.step import Int32Array, StateCopies, StateSaves
 from .req import Req
-from .req_states import ReqStates
+from .req_states import ReqStates, SavedAt, TemporaryState
 
 if TYPE_CHECKING:  # it imports the KVCacheManager, which imports this file
     from .prefill_adder import Extend
@@ -34,13 +34,14 @@ change them."""
 
 
 class PrefixStates:
-    """The states that steps save and load. Only KVCacheManager and schedule_batch call it."""
+    """The states that steps save and load. Only KVCacheManager, PrefillAdder and schedule_batch call it."""
 
     def __init__(self, cache: RecurrentCache, *, min_gain: int = MIN_GAIN, tail: int = TAIL) -> None:
         self._cache = cache
         self._page = cache.page_size
         self._min_gain = min_gain
         self._tail = tail
+        self._max_decoding = cache.num_rows_left // 2
         self._copies: list[tuple[int, int]] = []
         """Rows to copy before the next step, and their copies."""
 
@@ -48,8 +49,7 @@ class PrefixStates:
         """The request has got a row and the cached prefix that ends at `node`."""
         if req.kv_len:
             self._copies.append((self._cache.use_state(node), req.row))
-        known_len = self._cache.kv_match_len(req.token_ids()[: req.reusable_len], req.namespace)
-        req.states = ReqStates(known_len if known_len > req.kv_len else 0)
+        req.states = ReqStates(self._cache.kv_match_len(req.token_ids()[: req.reusable_len], req.namespace))
 
     # Saving
 
@@ -57,70 +57,87 @@ class PrefixStates:
         """The states that an extend step of `num_rows` requests saves; None: none. `extends`: of its first requests."""
         saves = StateSaves(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32))
         for index, extend in enumerate(extends):
-            length, is_temporary = self._saved_len(extend)
-            row = self._take_row(extend.req, length, is_temporary=is_temporary)
+            row = self._take_row(extend.req, *self._save_of(extend))
             if row is not None:
-                saves.lens[index], saves.rows[index] = length, row
+                assert extend.req.states is not None
+                saves.lens[index], saves.rows[index] = extend.req.states.saved_len, row
         return saves if saves.lens.any() else None
 
     def next_saved_len(self, req: Req) -> int:
         """The length of the next prefix of an unfinished prompt that others will find; 0: there is none."""
-        states = req.states
-        assert states is not None
-        length = states.branch_len if states.branch_len > req.kv_len else self._near_end(req)
-        return length if length > req.kv_len and self._is_worth(req, length) and self._cache.has_row else 0
+        return next((length for length in self._ahead(req, req.kv_len) if self._is_worth(req, length)), 0)
 
-    def _near_end(self, req: Req) -> int:
-        return max(req.num_tokens - self._tail, 0) // self._page * self._page
+    @property
+    def num_rows_left(self) -> int:
+        """The number of states that a step can save."""
+        return self._cache.num_rows_left
+
+    def _ahead(self, req: Req, start: int) -> list[int]:
+        """The lengths of prefixes of a prompt, longer than `start`, that others may have in common with it: where other
+        requests branch off, and near its end."""
+        assert req.states is not None
+        near_end = max(req.num_tokens - self._tail, 0) // self._page * self._page
+        return [length for length in (req.states.branch_len, near_end) if length > start]
 
     def _is_worth(self, req: Req, length: int) -> bool:
         """Whether the state after `length` tokens gains enough."""
         assert req.states is not None
         return length - max(req.locked_len, req.states.saved_len) >= self._min_gain
 
-    def _saved_len(self, extend: Extend) -> tuple[int, bool]:
-        """After how many tokens of the request the step saves its state, and whether that is the end of its chunk.
-        0: it saves none."""
-        req = extend.req
-        assert req.states is not None
-        for length in (req.states.branch_len, self._near_end(req)):
-            if extend.start < length <= extend.end:
-                return length, False
-        return (0, False) if extend.is_last_chunk else (extend.end, True)
+    def _save_of(self, extend: Extend) -> tuple[int, SavedAt]:
+        """The length of the request when the step saves its state; 0: it saves none."""
+        for length in self._ahead(extend.req, extend.start):
+            if length <= extend.end and self._is_worth(extend.req, length):
+                return length, SavedAt.PREFIX
+        # A state at the end of the chunk must not take the gain of one that stays.
+        ahead = self._ahead(extend.req, extend.end)
+        is_apart = all(length - extend.end >= self._min_gain for length in ahead)
+        return (extend.end if is_apart and not extend.is_last_chunk else 0), SavedAt.CHUNK
 
     def save_decoding(self, reqs: Sequence[Req], kv_lens: Int32Array) -> None:
         """Before a decode step: saves the states of requests whose KV ends with a page. `kv_lens`: of `reqs`.
 
-        With pages of one token, `save_last` always saves the state, so there is no need.
+        These requests take at most half of the rows, so that prefixes have the others. With pages of one token,
+        `save_last` always saves the state, so there is no need.
         """
         if self._page == 1:
             return
         for index in np.flatnonzero(kv_lens % self._page == 0).tolist():
-            self._save_now(reqs[index])
+            states = reqs[index].states
+            assert states is not None
+            if states.row is not None or self._cache.num_taken_rows < self._max_decoding:
+                self._save_now(reqs[index])
 
     def save_last(self, req: Req) -> None:
-        """Before a request loses its row: saves its state, if its KV ends with a page."""
+        """Before a request loses its row: saves its state, if its KV ends with a page. The cache has its other ones."""
         if req.kv_len % self._page == 0 and req.kv_len <= req.num_tokens:
             self._save_now(req)
 
     def _save_now(self, req: Req) -> None:
-        row = self._take_row(req, req.kv_len)
+        row = self._take_row(req, req.kv_len, SavedAt.NEWEST)
         if row is not None:
             self._copies.append((req.row, row))
 
-    def _take_row(self, req: Req, length: int, *, is_temporary: bool = False) -> int | None:
-        """The row for the state after `length` tokens of a request. None: that gains too little, or all are taken."""
+    def _take_row(self, req: Req, length: int, saved_at: SavedAt) -> int | None:
+        """The row for the state after `length` tokens of a request.
+
+        None: it gains too little, all rows are taken, or the cache takes nothing of the request any more.
+        """
         states = req.states
-        assert states is not None
-        if not self._is_worth(req, length):
+        assert states is not None and req.node is not None
+        if not self._is_worth(req, length) or self._cache.is_discarded(req.node):
             return None
         if states.row is None:
             states.row = self._cache.take_row()
         if states.row is not None:
-            states.saved_len, states.is_temporary = length, is_temporary
+            states.saved_len, states.saved_at = length, saved_at
         return states.row
 
     # Sharing
+
+    def must_share(self, req: Req) -> bool:
+        """Whether the cache must get the newest saved state before the request saves another one."""
+        return req.states is not None and req.states.row is not None and req.states.saved_at is SavedAt.PREFIX
 
     def shareable_len(self, req: Req) -> int:
         """The tokens of a request whose KV others can use: those up to its newest saved state."""
@@ -136,10 +153,11 @@ class PrefixStates:
         if node is None:
             self._cache.free_row(states.row)
         else:
-            if states.temporary_node is not None:
-                self._cache.drop_state(states.temporary_node)
+            if states.temporary is not None:
+                self._cache.drop_state(*states.temporary)
             is_own = self._cache.keep_state(node, states.row)
-            states.temporary_node = node if states.is_temporary and is_own else None
+            is_temporary = is_own and states.saved_at is SavedAt.CHUNK
+            states.temporary = TemporaryState(node, states.row) if is_temporary else None
         states.row, states.saved_len = None, 0
 
     def take_copies(self) -> StateCopies | None:

@@ -137,7 +137,7 @@ def build_extend(
     spans = list(zip(reqs, (lens.cumsum() - lens).tolist(), starts.tolist(), ends.tolist(), strict=True))
     scored, scores = _planned(spans[: len(extends)], _prompt_score)
     pooled, sums = _planned(spans[: len(extends)], _hidden_sum)
-    shown, states = _planned(spans, _hidden_range)
+    shown, ranges = _planned(spans, _hidden_range)
     inputs = StepInputs(
         mode=ForwardMode.EXTEND,
         rows=_int32([req.row for req in reqs]),
@@ -154,7 +154,7 @@ def build_extend(
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
         prompt_scores=scores,
         hidden_sums=sums,
-        hidden_states=states,
+        hidden_states=ranges,
     )
     return ScheduleBatch(
         inputs,

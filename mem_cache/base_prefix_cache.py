@@ -81,7 +81,7 @@ class BasePrefixCache(ABC):
         """Find the longest cached prefix of tokens: int32 [n]. Counts as an access. The cache still owns the slots."""
 
     def cached_slots(self, tokens: Int32Array, namespace: str = "") -> Int32Array:
-        """The slots of tokens that are all in the cache: int32 [n]. Counts as an access."""
+        """The slots of tokens that are all in the cache: int32 [n]. May count as an access."""
         return self.match(tokens, namespace).slots
 
     @abstractmethod

@@ -8,7 +8,6 @@ Source: Marconi (Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,13 +40,16 @@ class RecurrentCache(RadixCache):
     """A radix cache that finds only prefixes with a saved state.
 
     A saved state is a row of the runner's LayerStates. Each of these rows is free, kept by a node, or taken by a
-    request. If no row is free, the least recently used state is dropped. The states of retained prefixes are dropped
-    after all others. Leaves without a state, which no request can use, are evicted before all other leaves.
+    request. If no row is free, a state is dropped: the first saved one of those that no request has used. Used ones
+    are dropped, the least recently used first, only while they have more than half of the rows. So many prompts that
+    are sent once do not displace a common beginning (segmented LRU: Karedla et al., "Caching Strategies to Improve
+    Disk System Performance", 1994). In both cases, the states of retained prefixes are dropped last.
+
+    Leaves without a state, which no request can use, are evicted before all other leaves.
     """
 
     def __init__(self, allocator: BaseAllocator, page_size: int, policy: str, rows: range, **options: Any) -> None:
         """`rows`: of LayerStates, for saved states. The other arguments are those of RadixCache."""
-        self.num_rows = len(rows)
         self._all_rows = rows
         super().__init__(allocator, page_size, policy, **options)
         of_leaf = self._policy
@@ -55,8 +57,12 @@ class RecurrentCache(RadixCache):
 
     def reset(self) -> None:
         self._free_rows = list(reversed(self._all_rows))
-        self._row_of: OrderedDict[Any, int] = OrderedDict()
-        """The row of each node with a state, least recently used first."""
+        self._row_of: dict[Any, int] = {}
+        """The row of each node with a state."""
+        self._unused: dict[CacheNode, None] = {}
+        """The nodes whose state no request has used yet, the first saved one first. The values mean nothing."""
+        self._used: dict[CacheNode, None] = {}
+        """The other nodes with a state, least recently used first."""
         super().reset()
 
     # Lookup
@@ -103,18 +109,22 @@ class RecurrentCache(RadixCache):
     # States
 
     def take_row(self) -> int | None:
-        """Take a row for a state that a step will save. None if all are taken."""
+        """Take a row for a state that a step will save. None if no row is left."""
         if self._free_rows:
             return self._free_rows.pop()
-        if not self._row_of:
+        nodes = list(self._used if self._num_droppable_used else self._unused)
+        if not nodes:
             return None
-        unretained = (node for node in self._row_of if not node.num_retained)
-        return self._drop_state(next(unretained, next(iter(self._row_of))))
+        return self._drop_state(next((node for node in nodes if not _is_retained(node)), nodes[0]))
 
     @property
-    def has_row(self) -> bool:
-        """Whether `take_row` finds a row."""
-        return bool(self._free_rows or self._row_of)
+    def num_rows_left(self) -> int:
+        """The number of rows that `take_row` finds, if no other state is used meanwhile."""
+        return len(self._free_rows) + len(self._unused) + self._num_droppable_used
+
+    @property
+    def _num_droppable_used(self) -> int:
+        return max(len(self._used) - len(self._all_rows) // 2, 0)
 
     def free_row(self, row: int) -> None:
         """Free a row that was taken."""
@@ -127,27 +137,35 @@ class RecurrentCache(RadixCache):
         """
         assert node is not self._root
         if node in self._row_of:
-            self._row_of.move_to_end(node)
             self.free_row(row)
             return False
         self._row_of[node] = row
+        self._unused[node] = None
         self._renew_key(node)
         return True
 
     def use_state(self, node: CacheNode) -> int:
         """The row of the state of a node from `match`. Counts as a use."""
-        self._row_of.move_to_end(node)
+        self._unused.pop(node, None)
+        self._used.pop(node, None)
+        self._used[node] = None
         return self._row_of[node]
 
-    def drop_state(self, node: CacheNode) -> None:
-        """Free the row of a node's state, if it has one."""
-        if node in self._row_of:
+    def drop_state(self, node: CacheNode, row: int) -> None:
+        """Free a row, if it still has the state of a node."""
+        if self._row_of.get(node) == row:
             self.free_row(self._drop_state(node))
 
     def _drop_state(self, node: CacheNode) -> int:
-        row = self._row_of.pop(node)
+        row = self._take_state(node)
+        assert row is not None
         self._renew_key(node)
         return row
+
+    def _take_state(self, node: CacheNode) -> int | None:
+        self._unused.pop(node, None)
+        self._used.pop(node, None)
+        return self._row_of.pop(node, None)
 
     def _renew_key(self, node: CacheNode) -> None:
         assert isinstance(node, RadixNode)
@@ -157,15 +175,17 @@ class RecurrentCache(RadixCache):
     # Eviction
 
     def _shorten_leaf(self, leaf: RadixNode, kept: int) -> None:
-        # Its state is that after the tokens that are evicted. A ticket is left out: `evict` pushes the leaf itself.
-        if leaf in self._row_of:
-            self.free_row(self._row_of.pop(leaf))
+        self._free_state(leaf)  # which was that after the tokens that are evicted
         super()._shorten_leaf(leaf, kept)
 
     def _clear_node(self, node: RadixNode) -> Int32Array:
-        if node in self._row_of:
-            self.free_row(self._row_of.pop(node))
+        self._free_state(node)
         return super()._clear_node(node)
+
+    def _free_state(self, node: RadixNode) -> None:
+        row = self._take_state(node)
+        if row is not None:
+            self.free_row(row)
 
     # Checks
 
@@ -176,13 +196,20 @@ class RecurrentCache(RadixCache):
     @property
     def num_taken_rows(self) -> int:
         """The number of rows that requests have taken."""
-        return self.num_rows - len(self._free_rows) - len(self._row_of)
+        return len(self._all_rows) - len(self._free_rows) - len(self._row_of)
 
     def audit_slices(self) -> Iterator[Int32Array]:
         yield from super().audit_slices()
         rows = [*self._free_rows, *self._row_of.values()]
         if len(set(rows)) < len(rows) or not set(rows) <= set(self._all_rows):
             raise AssertionError("a row of saved states has two owners, or does not exist")
+        if {**self._unused, **self._used}.keys() != self._row_of.keys() or self._unused.keys() & self._used.keys():
+            raise AssertionError("a node with a saved state has no place in the order of eviction, or two")
         for node in self._row_of:
             if node.parent is None or not len(node.tokens):
                 raise AssertionError("a node that has left the tree has a saved state")
+
+
+def _is_retained(node: CacheNode) -> bool:
+    assert isinstance(node, RadixNode)
+    return node.num_retained > 0

@@ -28,7 +28,7 @@ class SavedStates(NamedTuple):
     """The states of recurrent layers that an EXTEND step saves in other rows of LayerStates."""
 
     lens: torch.Tensor
-    """int64 [B], the number of tokens of each row after which its state is saved; 0: it is not"""
+    """int64 [B], the length of each request when its state is saved, after a token of the step; 0: it is not saved"""
     rows: torch.Tensor
     """int64 [B], the row that each is saved in"""
 

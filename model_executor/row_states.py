@@ -31,7 +31,7 @@ def make_row_states(
 
     A request has the state whose number is that of its row in ReqToTokenPool. A step changes the states of its rows in
     place. A request that begins at position 0 begins with a state of zeros, whatever its row holds. So a row needs no
-    cleaning when it is freed, and nobody but the layers touches the states. Row 0 serves padded batch entries.
+    cleaning when it is freed. Row 0 serves padded batch entries.
 
     The state of an earlier position is lost, unless a step has saved it in another row. So drafts cannot be taken back.
 

@@ -151,7 +151,7 @@ class StateSaves:
     """The states of recurrent layers that an EXTEND step saves while it computes its tokens."""
 
     lens: Int32Array
-    """[B], the number of tokens of each row after which its state is saved, within those of the step; 0: it is not"""
+    """[B], the length of each request when its state is saved, after a token of the step; 0: it is not saved"""
     rows: Int32Array
     """[B], the row of LayerStates that each is saved in"""
 

@@ -14,6 +14,7 @@ import torch
 from ...model_executor.runner.recurrent_settings import resolve_rows, resolve_saved_states
 from ...srt.model_files.load_config import load_model_config
 from ...srt.model_files.model_config import ModelConfig
+from ...srt.model_files.recurrence_limits import check_recurrence
 from ...srt.server_args import ServerArgs
 from ...srt.settings.setting import flag_name
 from ..argument_types import (
@@ -366,7 +367,8 @@ def engine_of(
 
 
 def complete(server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile) -> ServerArgs:
-    """Settings in which no limit is missing."""
+    """Settings in which no limit is missing. Raises ValueError for settings that the model does not have."""
+    check_recurrence(server_args, config)
     on_gpu = profile.is_asynchronous
     device = torch.device("cuda" if on_gpu else "cpu")
     return dataclasses.replace(

@@ -27,9 +27,9 @@ struct DeltaNetTokens {
   const int64_t* rows;
   const int64_t* starts;
   const int64_t* positions;
-  /// Of each request: the number of its tokens after which its state is saved, too, or 0, and the row that it is saved in.
-  /// save_lens is null if nothing is saved.
-  const int64_t *save_lens, *save_rows;
+  /// Of each request: its length when its state is saved, after one of these tokens, or 0; and the row that it is saved in.
+  /// saved_lens is null if nothing is saved.
+  const int64_t *saved_lens, *saved_rows;
   /// [rows, width - 1, channels]: the last inputs of the convolution, that of position p at p % (width - 1)
   T* recent;
   /// [rows, value_heads, key_dim, value_dim]
@@ -43,7 +43,7 @@ struct DeltaNetTokens {
   int64_t columns() const { return channels() + value_size() + 2 * value_heads; }
   int64_t group() const { return value_heads / key_heads; }
   int64_t first_token(int64_t request) const { return starts ? starts[request] : request; }
-  int64_t save_len(int64_t request) const { return save_lens ? save_lens[request] : 0; }
+  int64_t saved_len(int64_t request) const { return saved_lens ? saved_lens[request] : 0; }
 };
 
 /// Computes the tokens of a request for one key head and its value heads, whose channels no other head touches. Tokens come
@@ -54,9 +54,9 @@ class DeltaNetHead {
  public:
   DeltaNetHead(const DeltaNetTokens<T>& in, int64_t request, int64_t head)
       : in_(in), head_(head), first_(in.first_token(request)), end_(in.first_token(request + 1)), row_(in.rows[request]) {
-    if (const int64_t length = in.save_len(request)) {
-      save_end_ = first_ + length - in.positions[first_];
-      save_row_ = in.save_rows[request];
+    if (const int64_t length = in.saved_len(request)) {
+      saved_end_ = first_ + length - in.positions[first_];
+      saved_row_ = in.saved_rows[request];
     }
     const int64_t room = std::min(kTokens, end_ - first_), values = in.group() * value_stride();
     static thread_local std::vector<float> of_tokens, of_state;
@@ -75,14 +75,14 @@ class DeltaNetHead {
 
   void run() {
     for (int64_t first = first_, count; first < end_; first += count) {
-      count = std::min(kTokens, (first < save_end_ ? save_end_ : end_) - first);
-      const bool saves = first + count == save_end_;
+      count = std::min(kTokens, (first < saved_end_ ? saved_end_ : end_) - first);
+      const bool saves = first + count == saved_end_;
       for (int64_t token = 0; token < count; ++token) prepare(first + token, token);
       for (int64_t head = 0; head < in_.group(); ++head) {
         read_state(head, in_.positions[first] == 0);
         for (int64_t column = 0; column < in_.value_dim; column += kColumns) advance(head, column, count);
         write_state(head, row_);
-        if (saves) write_state(head, save_row_);
+        if (saves) write_state(head, saved_row_);
       }
       for (int64_t token = 0; token < count; ++token) finish(first + token, token);
       if (saves) save_inputs();
@@ -246,9 +246,9 @@ class DeltaNetHead {
   /// Saves the inputs that a step after the saved state convolves. Earlier steps have kept those before the first token.
   void save_inputs() const {
     const int64_t position = in_.positions[first_];
-    for (int64_t token = save_end_ - std::min(in_.width - 1, position + save_end_ - first_); token < save_end_; ++token) {
+    for (int64_t token = saved_end_ - std::min(in_.width - 1, position + saved_end_ - first_); token < saved_end_; ++token) {
       const int64_t at = position + token - first_;
-      keep(token >= first_ ? input(token) : recent(row_, at), recent(save_row_, at));
+      keep(token >= first_ ? input(token) : recent(row_, at), recent(saved_row_, at));
     }
   }
 
@@ -263,7 +263,7 @@ class DeltaNetHead {
   const DeltaNetTokens<T>& in_;
   const int64_t head_, first_, end_, row_;
   /// The end of the tokens after which the state is saved, and its row.
-  int64_t save_end_ = 0, save_row_ = 0;
+  int64_t saved_end_ = 0, saved_row_ = 0;
   /// [kTokens, key_stride]
   float *queries_, *keys_;
   /// [kTokens, group, value_stride]

@@ -19,18 +19,18 @@ void check_tokens(const DeltaNetTokens<T>& in, int64_t requests, int64_t tokens,
   for (int64_t token = 0; token < in.first_token(requests); ++token)
     TORCH_CHECK(in.positions[token] >= 0, "positions must be at least 0, got ", in.positions[token]);
   for (int64_t request = 0; request < requests; ++request) {
-    const int64_t first = in.first_token(request), length = in.save_len(request) - in.positions[first];
-    if (in.save_len(request) == 0) continue;
+    const int64_t first = in.first_token(request), length = in.saved_len(request) - in.positions[first];
+    if (in.saved_len(request) == 0) continue;
     TORCH_CHECK(
-        length > 0 && length <= in.first_token(request + 1) - first, "save_lens must be 0 or end in the new tokens, got ",
-        in.save_len(request));
-    check_indices(in.save_rows + request, 1, "save_rows", num_rows);
+        length > 0 && length <= in.first_token(request + 1) - first, "saved_lens must be 0 or end in the new tokens, got ",
+        in.saved_len(request));
+    check_indices(in.saved_rows + request, 1, "saved_rows", num_rows);
   }
 }
 
 /// projected: [tokens, columns] -> [tokens, value_size]; see DeltaNetTokens. starts: the first token of each request, and
 /// the number of tokens; none: each request has one token. Requests have rows of their own, except for padding.
-/// save_lens, save_rows: see DeltaNetTokens; both or none.
+/// saved_lens, saved_rows: see DeltaNetTokens; both or none.
 inline Tensor delta_net_op(
     const Tensor& projected,
     const Tensor& convolution,
@@ -42,8 +42,8 @@ inline Tensor delta_net_op(
     const Tensor& positions,
     const Tensor& rows,
     const optional<Tensor>& starts,
-    const optional<Tensor>& save_lens,
-    const optional<Tensor>& save_rows,
+    const optional<Tensor>& saved_lens,
+    const optional<Tensor>& saved_rows,
     const Tensor& recent,
     const Tensor& states) {
   const auto type = projected.scalar_type();
@@ -66,10 +66,10 @@ inline Tensor delta_net_op(
     check(*starts, "starts", at::kLong, {requests + 1});
   else
     TORCH_CHECK(tokens == requests, "without starts every request has one new token");
-  TORCH_CHECK(save_lens.has_value() == save_rows.has_value(), "save_lens and save_rows belong together");
-  if (save_lens) {
-    check(*save_lens, "save_lens", at::kLong, {requests});
-    check(*save_rows, "save_rows", at::kLong, {requests});
+  TORCH_CHECK(saved_lens.has_value() == saved_rows.has_value(), "saved_lens and saved_rows belong together");
+  if (saved_lens) {
+    check(*saved_lens, "saved_lens", at::kLong, {requests});
+    check(*saved_rows, "saved_rows", at::kLong, {requests});
   }
   check(recent, "recent", type, {num_rows, width - 1, channels});
   check(states, "states", at::kFloat, {num_rows, value_heads, key_dim, value_dim});
@@ -90,8 +90,8 @@ inline Tensor delta_net_op(
         .rows = rows.const_data_ptr<int64_t>(),
         .starts = data_or_null<int64_t>(starts),
         .positions = positions.const_data_ptr<int64_t>(),
-        .save_lens = data_or_null<int64_t>(save_lens),
-        .save_rows = data_or_null<int64_t>(save_rows),
+        .saved_lens = data_or_null<int64_t>(saved_lens),
+        .saved_rows = data_or_null<int64_t>(saved_rows),
         .recent = recent.data_ptr<scalar_t>(),
         .states = states.data_ptr<float>(),
         .out = out.data_ptr<scalar_t>(),

@@ -105,7 +105,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       &short_convolution_op);
   m.def(
       "delta_net(Tensor projected, Tensor convolution, Tensor decay_rate, Tensor decay_bias, Tensor norm, float eps, "
-      "int num_key_heads, Tensor positions, Tensor rows, Tensor? starts, Tensor? save_lens, Tensor? save_rows, "
+      "int num_key_heads, Tensor positions, Tensor rows, Tensor? starts, Tensor? saved_lens, Tensor? saved_rows, "
       "Tensor(a!) recent, Tensor(b!) states) -> Tensor",
       &delta_net_op);
   m.def("gate_heads(Tensor(a!) x, Tensor gates) -> ()", &gate_heads_op);

@@ -332,8 +332,8 @@ def delta_net(
         positions: int64 [T], contiguous, consecutive for each request
         rows: int64 [B], contiguous, row of each request, distinct except row 0 of padding
         extend_start_loc: int64 [B + 1], contiguous, the first token of each request; None: each has one token
-        saved: int64 [B] each, contiguous: the number of tokens of each request after which its state is saved, too, or
-            0, and the row that it is saved in; None: nothing is saved
+        saved: int64 [B] each, contiguous: the length of each request when its state is saved, after a token of the
+            step, or 0, and the row that it is saved in; None: nothing is saved
     """
     num_rows, heads, key_dim, value_dim = states.shape
     num_tokens, batch, (width, channels) = len(projected), len(rows), weights.convolution.shape

@@ -90,7 +90,8 @@ def _needs_device_memory() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ValueError(
             "the GPU has not enough memory for the weights and the largest steps; lower --max-prefill-tokens, "
-            f"--max-running-requests or --context-length, or end other programs on the GPU ({error})"
+            "--max-running-requests, --max-saved-states or --context-length, or end other programs on the GPU "
+            f"({error})"
         ) from error
 
 

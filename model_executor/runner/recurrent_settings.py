@@ -25,31 +25,55 @@ _SAVED_BYTES = 1 << 30, 8 << 30
 """The same of saved states."""
 
 
-def resolve_rows(server_args: ServerArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """The number of requests that may run at once: the setting, or 256, or fewer if their states are large."""
+def gpu_bytes_of(device: torch.device) -> int | None:
+    """The memory of a GPU; None for another device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def resolve_rows(
+    server_args: ServerArgs,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    gpu_bytes: int | None = None,
+) -> int:
+    """The number of requests that may run at once: the setting, or 256, or fewer if their states are large.
+
+    `gpu_bytes`: the memory of the GPU; None: it is not known.
+    """
     if server_args.max_running_requests is not None:
         return server_args.max_running_requests
     if config.delta_net is None:
         return _DEFAULT_ROWS
-    return _default_rows(_REQUEST_BYTES, config.delta_net, dtype, device)
+    return _default_rows(_REQUEST_BYTES, config.delta_net, dtype, device, gpu_bytes)
 
 
 def resolve_saved_states(
-    server_args: ServerArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    server_args: ServerArgs,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    gpu_bytes: int | None = None,
 ) -> int | None:
     """The number of states that the prefix cache keeps: the setting, or 256, or fewer if they are large.
 
-    None: the model has no recurrent layers, or requests share no prefixes.
+    None: the model has no recurrent layers, or requests share no prefixes. `gpu_bytes`: as of `resolve_rows`.
     """
     if config.delta_net is None or server_args.disable_radix_cache:
         return None
-    return server_args.max_saved_states or _default_rows(_SAVED_BYTES, config.delta_net, dtype, device)
+    return server_args.max_saved_states or _default_rows(_SAVED_BYTES, config.delta_net, dtype, device, gpu_bytes)
 
 
-def _default_rows(most_bytes: tuple[int, int], sizes: DeltaNetConfig, dtype: torch.dtype, device: torch.device) -> int:
+def _default_rows(
+    most_bytes: tuple[int, int],
+    sizes: DeltaNetConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    gpu_bytes: int | None,
+) -> int:
     num_bytes = most_bytes[device.type != "cpu"]
-    if device.type == "cuda" and torch.cuda.is_available():  # a simulation may have no GPU
-        num_bytes = min(num_bytes, torch.cuda.get_device_properties(device).total_memory // 10)
+    if gpu_bytes is not None:
+        num_bytes = min(num_bytes, gpu_bytes // 10)
     return min(_DEFAULT_ROWS, max(_LEAST_ROWS, num_bytes // state_bytes(sizes, dtype.itemsize)))
 
 

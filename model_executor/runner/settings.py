@@ -36,7 +36,7 @@ from ..weights.quantization import (
 )
 from .kernel_flags import check_hopper_prefill, check_kernel_flags
 from .latent_settings import check_latent_attention
-from .recurrent_settings import resolve_rows, resolve_saved_states
+from .recurrent_settings import gpu_bytes_of, resolve_rows, resolve_saved_states
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,8 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
-    max_choices = num_rows = resolve_rows(server_args, config, dtype, device)
+    gpu_bytes = gpu_bytes_of(device)
+    max_choices = num_rows = resolve_rows(server_args, config, dtype, device, gpu_bytes)
     max_recorded_rows = min(max_choices, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
     if server_args.speculative_algorithm is not None:
         if not on_cpu or backend == "triton":
@@ -205,7 +206,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         page_size=page_size,
         context_len=context_len,
         max_running_requests=num_rows,
-        max_saved_states=resolve_saved_states(server_args, config, dtype, device),
+        max_saved_states=resolve_saved_states(server_args, config, dtype, device, gpu_bytes),
         max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
         chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
         mem_fraction_static=server_args.mem_fraction_static,

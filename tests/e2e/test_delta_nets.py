@@ -74,7 +74,7 @@ def test_what_recurrent_layers_do_not_have_is_refused(setting: dict[str, Any], m
 
 
 @pytest.mark.parametrize("num_http_processes", [1, 2])
-def test_a_server_shares_and_retains_prefixes(num_http_processes: int, tmp_path: Path) -> None:
+def test_a_server_shares_prefixes_and_takes_retention(num_http_processes: int, tmp_path: Path) -> None:
     folder = save(make_model("qwen3_5"), tmp_path / "model")
     (tmp_path / "r").mkdir()
     flags = ["--port", "0", "--model-path", str(folder), "--device", "cpu", "--dtype", "float32"]

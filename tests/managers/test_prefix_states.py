@@ -28,6 +28,12 @@ def numbers(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, count).tolist()
 
 
+def wide_rig(**options: object) -> Rig:
+    """Prompts are computed in one step."""
+    limits = {"context_len": 512, "pool_size": 4096, "max_prefill_tokens": 400, "chunked_prefill_size": 400}
+    return Rig(**{"saved_states": 16, "min_gain": 16, **limits, **options})
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_same_prompt_is_found_up_to_its_tail(overlap: bool) -> None:
     rig = Rig(saved_states=4, overlap=overlap)
@@ -54,6 +60,88 @@ def test_a_common_beginning_is_found_by_the_third_request() -> None:
     rig = Rig(saved_states=8)
     system = numbers(0, 30)
     assert [run(rig, str(k), [*system, *numbers(10 + k, 12)]) for k in range(4)] == [0, 0, 30, 30]
+
+
+def test_a_short_common_beginning_is_no_reason_to_save_nothing_else() -> None:
+    rig = Rig(saved_states=8, min_gain=16)
+    prompts = [[*numbers(0, 10), *numbers(10 + k, 30)] for k in range(2)]
+    assert [run(rig, str(k), prompts[k % 2], max_new_tokens=1) for k in range(4)] == [0, 0, 38, 38]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_requests_of_one_token_leave_the_state_of_their_common_beginning(overlap: bool) -> None:
+    """They end in the step that saves it, and their last state must not take its place."""
+    rig = wide_rig(min_gain=8, overlap=overlap)
+    system = numbers(0, 40)
+    found = [run(rig, str(k), [*system, *numbers(10 + k, 30)], max_new_tokens=1) for k in range(4)]
+    assert found == [0, 0, 40, 40]
+
+
+@pytest.mark.parametrize("num_tokens", [64, 70, 75, 90])
+def test_the_end_of_a_chunk_takes_nothing_from_the_end_of_the_prompt(num_tokens: int) -> None:
+    rig = wide_rig(max_prefill_tokens=64, chunked_prefill_size=64)
+    prompt = numbers(3, num_tokens)
+    assert [run(rig, str(k), prompt, max_new_tokens=40) for k in range(2)] == [0, num_tokens - 2]
+
+
+@pytest.mark.parametrize("num_common", [64, 70])
+def test_the_end_of_a_chunk_takes_nothing_from_a_common_beginning(num_common: int) -> None:
+    rig = wide_rig(max_prefill_tokens=64, chunked_prefill_size=64)
+    system = numbers(0, num_common)
+    found = [run(rig, str(k), [*system, *numbers(10 + k, 40)], max_new_tokens=20) for k in range(4)]
+    assert found == [0, 0, num_common, num_common]
+
+
+def test_decoding_requests_leave_half_of_the_rows_to_prefixes() -> None:
+    rig = wide_rig(saved_states=8, min_gain=8, page_size=8, max_running=16, pool_size=8192)
+    system = numbers(0, 40)
+    for k in range(3):
+        run(rig, f"a{k}", [*system, *numbers(10 + k, 12)], max_new_tokens=1)
+    for k in range(12):
+        rig.add(f"b{k}", [*system, *numbers(30 + k, 12)], max_new_tokens=100)
+    for _ in range(40):
+        rig.turn()
+    assert rig.kv.cache.num_taken_rows == 4
+    rig.add("c", [*system, *numbers(50, 12)], max_new_tokens=1)
+    rig.run()
+    assert cached_tokens(rig, "c") == 40
+
+
+def test_with_pages_of_a_token_decoding_requests_take_no_rows() -> None:
+    rig = wide_rig(min_gain=4)
+    rig.add("a", numbers(0, 40), max_new_tokens=100)
+    for _ in range(50):
+        rig.turn()
+    assert rig.kv.cache.num_taken_rows == 0 and rig.kv.cache.num_states == 1
+
+
+@pytest.mark.parametrize(("saved_states", "sizes"), [(1, [400, 80]), (3, [120, 70])])
+def test_prompts_wait_only_for_as_many_states_as_can_be_saved(saved_states: int, sizes: list[int]) -> None:
+    """In each turn another prompt of higher priority takes a row first."""
+    rig = wide_rig(saved_states=saved_states, min_gain=8, preemption_threshold=100)
+    for k in range(6):
+        rig.add(f"a{k}", numbers(7, 60), max_new_tokens=1)
+    for k in range(6):
+        rig.add(f"b{k}", numbers(100 + k, 60), max_new_tokens=1, priority=1)
+        rig.turn()
+    rig.run()
+    assert rig.extend_sizes[:2] == sizes
+
+
+def test_a_state_of_another_request_on_the_same_node_stays() -> None:
+    """The state at the end of a chunk is dropped with the next one, but not one that was there before."""
+    rig = wide_rig(max_prefill_tokens=64, chunked_prefill_size=64)
+    run(rig, "a", numbers(0, 66), max_new_tokens=1)
+    assert run(rig, "b", numbers(0, 200), max_new_tokens=1) == 64
+    assert run(rig, "c", numbers(0, 66), max_new_tokens=1) == 64
+
+
+def test_no_copy_of_a_flushed_state_is_made() -> None:
+    rig = wide_rig(min_gain=4)
+    run(rig, "a", numbers(0, 40))
+    rig.kv.flush()
+    run(rig, "b", numbers(1, 40))
+    assert [step.state_copies for step in rig.runner.steps if step.rows[0]][-8] is None
 
 
 def test_equal_prompts_wait_a_step_for_the_state_of_the_first() -> None:

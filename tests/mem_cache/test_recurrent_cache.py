@@ -86,9 +86,11 @@ def test_all_look_ups_find_the_longest_prefix_with_a_state(
         if act in ("put", "put without"):
             put(cache, allocator, what, namespace, state=act == "put")
         elif act == "take":
+            left = cache.num_rows_left
             row = cache.take_row()
-            assert row is not None
-            cache.free_row(row)
+            assert (row is not None) == (left > 0)
+            if row is not None:
+                cache.free_row(row)
         elif act == "evict":
             cache.evict(what)
         elif act == "discard":
@@ -119,7 +121,10 @@ def test_all_look_ups_find_the_longest_prefix_with_a_state(
                 )
                 kept[index, name] = before if before is not None and before.is_current() else found
                 if act == "lock":
-                    assert len(cache.match(i32(tokens), name).slots) == expected
+                    match = cache.match(i32(tokens), name)
+                    assert len(match.slots) == expected
+                    if expected:
+                        cache.use_state(match.node)
                 assert cache.kv_match_len(i32(tokens), name) >= expected
 
 
@@ -127,7 +132,8 @@ def test_the_least_recently_used_state_is_dropped() -> None:
     cache, allocator = make(2)
     put(cache, allocator, [1, 2])
     put(cache, allocator, [3, 4])
-    cache.use_state(cache.match(i32([1, 2])).node)
+    for tokens in ([3, 4], [1, 2]):
+        cache.use_state(cache.match(i32(tokens)).node)
     put(cache, allocator, [5, 6])
     assert [cache.match_len(i32(tokens)) for tokens in ([1, 2], [3, 4], [5, 6])] == [2, 0, 2]
 
@@ -169,15 +175,29 @@ def test_a_node_keeps_its_first_state() -> None:
     row = cache.take_row()
     assert row is not None and not cache.keep_state(node, row)
     assert cache.use_state(node) == FIRST and cache.num_states == 1 and cache.num_taken_rows == 0
-    cache.drop_state(node)
-    cache.drop_state(node)
-    assert cache.num_states == 0
+    cache.drop_state(node, FIRST + 1)
+    assert cache.num_states == 1, "another state"
+    for _ in range(2):
+        cache.drop_state(node, FIRST)
+    assert cache.num_states == cache.num_taken_rows == 0
+
+
+def test_prompts_that_are_sent_once_do_not_displace_a_used_state() -> None:
+    cache, allocator = make(4)
+    system = [[7], [8], [9]]
+    for tokens in system:
+        put(cache, allocator, tokens)
+        cache.use_state(cache.match(i32(tokens)).node)
+        for other in range(10, 20):
+            put(cache, allocator, [other, tokens[0]])
+    assert [cache.match_len(i32(tokens)) for tokens in system] == [0, 1, 1], "used ones keep half of the rows"
+    assert cache.match_len(i32([19, 9])) == 2
 
 
 def test_no_row_is_left_if_requests_have_taken_all() -> None:
     cache, _ = make(2)
     assert [cache.take_row() for _ in range(3)] == [FIRST, FIRST + 1, None]
-    assert cache.num_taken_rows == 2
+    assert cache.num_taken_rows == 2 and cache.num_rows_left == 0
 
 
 def test_slots_of_tokens_without_a_state() -> None:

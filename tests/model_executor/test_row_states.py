@@ -30,9 +30,10 @@ def test_copies_have_the_effect_of_one_after_another(copies: list[tuple[int, int
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_copies_on_any_device(device: str) -> None:
     """On a GPU there is no loop, which would wait for the numbers of the rows."""
-    state = LayerStates(torch.zeros(3, 2, device=device), torch.zeros(3, 1, device=device))
-    rows = torch.tensor([1], device=device)
-    copy_states([state], rows, rows)
+    state = LayerStates(torch.arange(6.0, device=device).view(3, 2), torch.arange(3.0, device=device).view(3, 1))
+    copy_states([state], torch.tensor([1, 1], device=device), torch.tensor([2, 0], device=device))
+    if device == "cpu":
+        assert [tensor.tolist() for tensor in state] == [[[2, 3]] * 3, [[1]] * 3]
 
 
 def test_copies_of_different_rows_are_one_group() -> None:

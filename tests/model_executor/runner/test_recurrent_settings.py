@@ -15,7 +15,12 @@ from tiny_models import checkpoint
 
 from tercet.model_executor.row_states import state_bytes
 from tercet.model_executor.runner.kv_budget import check_states
-from tercet.model_executor.runner.recurrent_settings import resolve_rows, resolve_saved_states, states_of_settings
+from tercet.model_executor.runner.recurrent_settings import (
+    gpu_bytes_of,
+    resolve_rows,
+    resolve_saved_states,
+    states_of_settings,
+)
 from tercet.srt.model_files.delta_net_config import DeltaNetConfig
 from tercet.srt.server_args import ServerArgs
 
@@ -64,11 +69,11 @@ def test_states_are_made_and_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_states_take_at_most_a_tenth_of_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 << 30))
     config = replace(CONFIG, delta_net=QWEN_9B, num_layers=32, sliding_windows=())
-    assert resolve_rows(ARGS, config, torch.bfloat16, GPU) == 50
-    assert resolve_saved_states(ARGS, config, torch.bfloat16, GPU) == 50
+    assert gpu_bytes_of(CPU) is None
+    assert resolve_rows(ARGS, config, torch.bfloat16, GPU, gpu_bytes_of(GPU)) == 50
+    assert resolve_saved_states(ARGS, config, torch.bfloat16, GPU, gpu_bytes_of(GPU)) == 50
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
