@@ -21,6 +21,9 @@ def test_copies_have_the_effect_of_one_after_another(copies: list[tuple[int, int
     groups = list(independent_copies(sources, targets))
     for of_group in groups:
         copy_states(states, *map(torch.from_numpy, of_group))
+        read, written = (rows.tolist() for rows in of_group)
+        assert len(set(written)) == len(written), "a GPU writes them at once"
+        assert all(source not in written[:index] for index, source in enumerate(read)), "a GPU reads all of them first"
     for layer, wanted in zip(states, expected, strict=True):
         for tensor, right in zip(layer, wanted, strict=True):
             assert torch.equal(tensor, right)
