@@ -57,8 +57,8 @@ class Pair(NamedTuple):
 
     def until_running(self, count: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while self.call("GET", "/load") != {"server_load": count}:
-            assert time.monotonic() < deadline
+        while (load := self.call("GET", "/load")) != {"server_load": count}:
+            assert time.monotonic() < deadline, f"{load} and not {count}"
             time.sleep(0.01)
 
 
