@@ -162,7 +162,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
-    gpu_bytes = gpu_bytes_of(device)
+    gpu_bytes = None if config.delta_net is None else gpu_bytes_of(device)
     max_choices = num_rows = resolve_rows(server_args, config, dtype, device, gpu_bytes)
     max_recorded_rows = min(max_choices, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
     if server_args.speculative_algorithm is not None:
